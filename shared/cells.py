@@ -1,0 +1,116 @@
+"""Kernels live once, in a notebook's cells. Load them from there, or run the reader's live ones in a second process.
+
+Triton decides when it is imported whether kernels run in its interpreter or on a GPU, so one process cannot do both:
+a notebook without a GPU compiles for one in a second Python, and a notebook on a GPU counts bytes in one.
+"""
+
+import hashlib
+import json
+import linecache
+import operator
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
+import traceback
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+
+from shared.sources import path, sources
+
+__all__ = ["ROOT", "execute", "find", "in_subprocess", "load", "sources", "weeks"]
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def weeks() -> dict[str, Path]:
+    """The weeks' folders by name, in order."""
+    return {folder.name: folder for folder in sorted(ROOT.glob("week[0-9][0-9]*")) if folder.is_dir()}
+
+
+def find(week: int | str) -> Path:
+    """The notebook of a week given by number (1, "1") or folder name; ValueError when it has none."""
+    number = f"{int(week):02d}" if str(week).isdigit() else None
+    notebooks = [
+        notebook
+        for name, folder in weeks().items()
+        if name == week or name[4:6] == number
+        for notebook in sorted(folder.glob("*.ipynb"))
+    ]
+    if len(notebooks) != 1:
+        raise ValueError(f"{len(notebooks)} notebooks for week {week!r}; the weeks are {', '.join(weeks())}")
+    return notebooks[0]
+
+
+def load(week: int | str) -> ModuleType:
+    """A module with what a week's cells tagged `kernel` define; the same one until the notebook changes on disk.
+
+    The cells run in order in one namespace. ValueError for an unknown week, or a notebook without such cells.
+    """
+    notebook = find(week)
+    return _load(notebook, notebook.stat().st_mtime_ns)
+
+
+@cache
+def _load(notebook: Path, _changed: int) -> ModuleType:
+    cells = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
+    texts = ["".join(cell["source"]) for cell in cells if "kernel" in cell["metadata"].get("tags", [])]
+    if not texts:
+        raise ValueError(f"{notebook.relative_to(ROOT)} has no cell tagged `kernel`")
+    return execute(texts, notebook.parent.name)
+
+
+def execute(texts: list[str], name: str = "cells") -> ModuleType:
+    """A module `name` in which the texts have run, in order.
+
+    `linecache` gets each text under a name of its own, as it does from IPython: `inspect`, and through it Triton, reads
+    the source of a function there.
+    """
+    module = ModuleType(name)
+    sys.modules[name] = module  # a dataclass looks up the module of its class
+    for number, text in enumerate(texts, 1):
+        file = f"<{name} {number} {hashlib.sha1(text.encode()).hexdigest()[:8]}>"
+        linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
+        exec(compile(text, file, "exec", dont_inherit=True), module.__dict__)
+    return module
+
+
+def in_subprocess(task, objects, *arguments, interpret: bool):
+    """What `task(objects, *arguments)` returns in a Python of its own, where `objects` are defined anew.
+
+    task: a function of an importable module. objects: a function, class or Triton kernel, or a list of them, from
+    wherever `sources` finds them. interpret: whether Triton runs kernels in its interpreter there. Arguments and result
+    travel pickled. RuntimeError with the other process's words when the task fails or the process dies.
+    """
+    several = objects if isinstance(objects, list) else [objects]
+    paths = [path(value) for value in several] if several is objects else path(objects)
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    environment |= {"TRITON_INTERPRET": "1"} if interpret else {}
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, sys.path)])
+    start = "import sys; from shared.cells import _answer; _answer(*sys.argv[1:])"
+    with tempfile.TemporaryDirectory() as folder:
+        request, reply = Path(folder, "request"), Path(folder, "reply")
+        request.write_bytes(pickle.dumps((task, sources(*several), paths, arguments)))
+        ended = subprocess.run(
+            [sys.executable, "-c", start, request, reply],
+            env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace",
+        )  # fmt: skip
+        dead = None, f"status {ended.returncode}"
+        result, error = pickle.loads(reply.read_bytes()) if reply.exists() else dead
+    if error:
+        raise RuntimeError(f"{task.__name__} failed in its own process: {error}\n{ended.stderr.strip()[-4000:]}")
+    return result
+
+
+def _answer(request: str, reply: str) -> None:
+    """The other end of `in_subprocess`: do what the file `request` asks and write the file `reply`."""
+    task, texts, paths, arguments = pickle.loads(Path(request).read_bytes())
+    try:
+        module = execute(texts)
+        find_in = lambda name: operator.attrgetter(name)(module)
+        objects = [find_in(name) for name in paths] if isinstance(paths, list) else find_in(paths)
+        answer = task(objects, *arguments), None
+    except Exception:
+        answer = None, "\n" + traceback.format_exc()
+    Path(reply).write_bytes(pickle.dumps(answer))

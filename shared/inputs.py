@@ -1,0 +1,47 @@
+"""Clear errors for requests that a kernel cannot serve, raised before anything is launched."""
+
+from __future__ import annotations
+
+import torch
+
+from shared.machine import interpreting
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def check_tensor(name: str, value, *, dtypes=FLOATS, ndim: tuple[int, int] | None = None, like=None) -> None:
+    """Raise unless ``value`` is a dense tensor that the kernels of this process can take.
+
+    ``dtypes`` lists the dtypes taken, ``ndim`` the smallest and largest number of dimensions, and ``like``
+    is an optional pair ``(name, tensor)`` whose dtype and device ``value`` must share.
+
+    TypeError: not a tensor, or another dtype. ValueError: layout, number of dimensions, device.
+    """
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, got {type(value).__name__}")
+    if value.dtype not in dtypes:
+        taken = ", ".join(str(dtype) for dtype in dtypes)
+        raise TypeError(f"{name} has dtype {value.dtype}; taken: {taken}")
+    if value.layout != torch.strided:
+        raise ValueError(f"{name} has layout {value.layout}; taken: dense tensors (torch.strided)")
+    if ndim is not None and not ndim[0] <= value.ndim <= ndim[1]:
+        raise ValueError(f"{name} has {value.ndim} dimensions {tuple(value.shape)}; taken: {ndim[0]} to {ndim[1]}")
+    if interpreting() and value.device.type != "cpu":
+        raise ValueError(f"{name} is on {value.device}; Triton's interpreter (TRITON_INTERPRET=1) takes: cpu")
+    if not interpreting() and value.device.type != "cuda":
+        raise ValueError(f"{name} is on {value.device}; a compiled kernel takes: cuda")
+    if like is not None:
+        other_name, other = like
+        if value.dtype != other.dtype:
+            raise TypeError(f"{name} has dtype {value.dtype}; taken: {other.dtype}, as {other_name}")
+        if value.device != other.device:
+            raise ValueError(f"{name} is on {value.device}; taken: {other.device}, as {other_name}")
+
+
+def check_dim(name: str, dim, ndim: int) -> int:
+    """``dim`` counted from the front, for a tensor of ``ndim`` dimensions. TypeError or ValueError if it is none."""
+    if not isinstance(dim, int) or isinstance(dim, bool):
+        raise TypeError(f"{name} must be an int, got {type(dim).__name__}")
+    if not -max(ndim, 1) <= dim < max(ndim, 1):
+        raise ValueError(f"{name} is {dim}; a tensor of {ndim} dimensions takes {-max(ndim, 1)} to {max(ndim, 1) - 1}")
+    return dim % max(ndim, 1)

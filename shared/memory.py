@@ -1,0 +1,176 @@
+"""How much memory? Peak bytes, bytes held for the backward, and bytes moved: none of them needs a GPU.
+
+* peak: on a GPU PyTorch's allocator counts; on a CPU every new tensor storage is followed until it is freed;
+* held: what autograd saves, seen through ``saved_tensors_hooks``, each storage counted once;
+* moved: eager operators by the sizes of their inputs and outputs (a view moves nothing), Triton kernels by the
+  unmasked elements that pass through the interpreter's loads, stores and atomics.
+
+"Moved" is what a program asks the memory system for. Caches may serve part of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from dataclasses import dataclass
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
+
+from shared import cells
+from shared.machine import interpreting, machine
+
+NOT_READ = {"copy_", "fill_", "zero_"}  # in-place operators that only write their target
+
+
+@dataclass
+class Traffic:
+    """Bytes that one call reads from and writes to memory."""
+
+    read: int = 0
+    written: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.read + self.written
+
+
+def _tensors(tree) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+class _Tally(TorchDispatchMode):
+    """Adds up what eager operators move, and follows how many bytes are allocated."""
+
+    def __init__(self):
+        super().__init__()
+        self.traffic, self.alive, self.peak, self.known = Traffic(), 0, 0, set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        inputs, outputs = _tensors((args, kwargs)), _tensors(out)
+        name, mutates = func._schema.name.split("::")[-1], func._schema.is_mutable
+        given = {_storage(tensor) for tensor in inputs}
+        is_view = not mutates and outputs and all(_storage(tensor) in given for tensor in outputs)
+        if not is_view and not name.startswith(("empty", "new_empty")):
+            read = inputs[1:] if name in NOT_READ else inputs
+            self.traffic.read += sum(tensor.nbytes for tensor in read)
+            self.traffic.written += sum(tensor.nbytes for tensor in outputs)
+        for tensor in outputs:
+            if _storage(tensor) not in given:
+                self._follow(tensor.untyped_storage())
+        return out
+
+    def _follow(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        if key in self.known:
+            return
+        self.known.add(key)
+        self.alive += size
+        self.peak = max(self.peak, self.alive)
+
+        def freed():
+            self.known.discard(key)
+            self.alive -= size
+
+        weakref.finalize(storage, freed)
+
+
+@contextlib.contextmanager
+def _watch_kernels(traffic: Traffic):
+    """Count the interpreter's memory accesses into ``traffic``; keep its own tensor work out of the tally."""
+    from triton.runtime import interpreter
+
+    builder, executor = interpreter.InterpreterBuilder, interpreter.GridExecutor
+    names = ("create_masked_load", "create_masked_store", "create_atomic_rmw")
+    saved = {name: getattr(builder, name) for name in names}
+    launch = executor.__call__
+
+    def load(self, ptrs, mask, *rest):
+        out = saved["create_masked_load"](self, ptrs, mask, *rest)
+        traffic.read += int(mask.data.sum()) * out.data.itemsize
+        return out
+
+    def store(self, ptrs, value, mask, *rest):
+        traffic.written += int(mask.data.sum()) * value.data.itemsize
+        return saved["create_masked_store"](self, ptrs, value, mask, *rest)
+
+    def atomic(self, op, ptr, value, mask, *rest):
+        moved = int(mask.data.sum()) * value.data.itemsize
+        traffic.read += moved
+        traffic.written += moved
+        return saved["create_atomic_rmw"](self, op, ptr, value, mask, *rest)
+
+    def call(self, *args, **kwargs):
+        with _disable_current_modes():
+            return launch(self, *args, **kwargs)
+
+    builder.create_masked_load, builder.create_masked_store, builder.create_atomic_rmw = load, store, atomic
+    executor.__call__ = call
+    try:
+        yield
+    finally:
+        executor.__call__ = launch
+        for name, method in saved.items():
+            setattr(builder, name, method)
+
+
+def _count(function, args: tuple, kwargs: dict) -> Traffic:
+    with _Tally() as tally, _watch_kernels(tally.traffic):
+        function(*args, **kwargs)
+    return tally.traffic
+
+
+def traffic(function, *args, **kwargs) -> Traffic:
+    """Bytes that ``function(*args, **kwargs)`` moves, counted exactly, kernels and eager operators alike.
+
+    On a GPU the same call is counted in a second process whose kernels run in the interpreter, on copies of the
+    tensors: keep them small there.
+    """
+    if interpreting():
+        return _count(function, args, kwargs)
+    args, kwargs = torch.utils._pytree.tree_map_only(torch.Tensor, lambda t: t.detach().cpu(), (args, kwargs))
+    return cells.in_subprocess(_count, function, args, kwargs, interpret=True)
+
+
+def peak_bytes(function, *args, **kwargs) -> int:
+    """The most bytes allocated at once during ``function(*args, **kwargs)``, above what was there before.
+
+    The function runs twice; the first time is a warm-up. The result is kept alive until the second run ends.
+    """
+    result = function(*args, **kwargs)
+    del result
+    if machine().has_gpu:
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        result = function(*args, **kwargs)
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - before
+    with _Tally() as tally:
+        result = function(*args, **kwargs)
+    return tally.peak
+
+
+def held_bytes(function, *args, **kwargs) -> int:
+    """Bytes that autograd holds between forward and backward of ``function``, its inputs' own storage left out.
+
+    At least one input must require a gradient, else nothing is saved and the answer is 0.
+    """
+    inputs = {_storage(tensor) for tensor in _tensors((args, kwargs))}
+    held: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        if _storage(tensor) not in inputs:
+            held[_storage(tensor)] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        result = function(*args, **kwargs)  # kept alive, so that no storage is freed and its address used again
+    del result
+    return sum(held.values())

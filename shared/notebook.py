@@ -1,0 +1,140 @@
+"""Load a week's kernels; run notebooks without a browser; record them on a GPU; write the README's table.
+
+    python -m shared.notebook run [WEEK …]      execute (all weeks when none is named), keep nothing
+    python -m shared.notebook record [WEEK …]   on a GPU: execute, save the notebooks and results/<gpu>.csv
+    python -m shared.notebook table             write the table of results into README.md
+
+A WEEK is a number or a folder name.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+import time
+from pathlib import Path
+
+import nbformat
+import pandas as pd
+from nbclient import NotebookClient
+from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
+
+from shared.cells import ROOT, find, load, weeks
+from shared.machine import machine
+from shared.results import ratios, recording
+
+__all__ = ["load", "run", "table"]
+NOT_SIZES = {"experiment", "provider", "gpu", "torch", "triton", "date", "gbps", "tflops"}
+
+
+def notebooks() -> list[Path]:
+    """The weeks' notebooks, in order."""
+    return [path for folder in weeks().values() for path in sorted(folder.glob("*.ipynb"))]
+
+
+def _text(cell) -> str:
+    """Everything that a cell printed or returned as text."""
+    return "\n".join(out.get("text", "") or out.get("data", {}).get("text/plain", "") for out in cell.get("outputs", []))
+
+
+def _speed(folder: Path) -> str:
+    """The best and the worst ratio of this kernel against PyTorch's fastest, from the recorded ``speed`` rows."""
+    rows = recording(folder)
+    rows = rows[rows["experiment"] == "speed"].dropna(axis="columns", how="all")
+    if rows.empty:
+        return "no speed recorded"
+    sizes = [name for name in rows if name not in NOT_SIZES and not name.startswith(("ms", "peak", "held"))]
+    found = ratios(rows, sizes)
+    best, worst = found.loc[found["ratio"].idxmax()], found.loc[found["ratio"].idxmin()]
+    name = lambda row: " ".join(f"{row[size]:,}" if isinstance(row[size], int) else str(row[size]) for size in sizes)
+    return f"{worst['ratio']:.2f}x ({name(worst)}) to {best['ratio']:.2f}x ({name(best)}) the speed of PyTorch's fastest"
+
+
+def run(path: Path, *, save: bool = False) -> str:
+    """Execute one notebook in its folder with a line of progress a cell; return its line of verdict.
+
+    Raises RuntimeError naming notebook, cell and error when a cell fails. With ``save`` the executed notebook
+    replaces the file, without timestamps.
+    """
+    notebook = nbformat.read(path, as_version=4)
+    count, started = len(notebook.cells), time.time()
+
+    def progress(cell, cell_index):
+        if cell.cell_type == "code":
+            print(f"  {path.stem}  {time.time() - started:5.1f} s  cell {cell_index + 1} of {count}: {cell.id}", flush=True)
+
+    client = NotebookClient(
+        notebook, timeout=600, kernel_name="python3", record_timing=False,
+        resources={"metadata": {"path": str(path.parent)}}, on_cell_start=progress,
+    )  # fmt: skip
+    try:
+        client.execute()
+    except (CellExecutionError, CellTimeoutError, DeadKernelError) as error:
+        code = [i for i, cell in enumerate(notebook.cells) if cell.cell_type == "code"]
+        at = max([i for i in code if notebook.cells[i].get("outputs") or notebook.cells[i].execution_count], default=0)
+        failed = next((i for i in code if any(o.output_type == "error" for o in notebook.cells[i].outputs)), at)
+        reason = re.sub(r"\x1b\[[0-9;]*m", "", str(error)).strip().splitlines()[-1:]
+        raise RuntimeError(f"{path.name}, cell {failed + 1}: {type(error).__name__}: {' '.join(reason)}") from error
+    if save:
+        for cell in notebook.cells:
+            cell.metadata.pop("execution", None)
+        notebook.metadata = {"kernelspec": notebook.metadata["kernelspec"], "language_info": {"name": "python"}}
+        nbformat.write(notebook, path)
+    said = [line for cell in notebook.cells for line in _text(cell).splitlines()]
+    checks = [line for line in said if line.startswith("Right:")]
+    kept = [line.split(",")[0] for line in said if line.startswith(("Recorded ", "Recalled "))]
+    kept = [line for line in kept if "so far" not in line]
+    verb = kept[0].split()[0].lower() if kept else "recorded"
+    names = ", ".join(re.findall(r"'([^']+)'", " ".join(kept))) or "nothing"
+    return f"{len(checks)} checks passed · {_speed(path.parent)} · {verb}: {names} · {time.time() - started:.0f} s"
+
+
+def table() -> str:
+    """The README's table of weeks, from the recordings: a Markdown table."""
+    rows = ["| week | kernel | against PyTorch's fastest | recorded on |", "|---|---|---|---|"]
+    for path in notebooks():
+        recorded = recording(path.parent)
+        where = f"{recorded['gpu'].iloc[0]}, {recorded['date'].max()}" if len(recorded) else "not yet"
+        link = f"[{path.stem.replace('_', ' ')}]({path.relative_to(ROOT).as_posix()})"
+        rows.append(f"| {int(path.parent.name[4:6])} | {link} | {_speed(path.parent)} | {where} |")
+    return "\n".join(rows)
+
+
+def write_table(readme: Path = ROOT / "README.md") -> None:
+    """Put :func:`table` between the two markers in the README."""
+    text = readme.read_text(encoding="utf-8")
+    text = re.sub(r"(<!-- table -->\n).*?(\n<!-- /table -->)", lambda m: m[1] + table() + m[2], text, flags=re.S)
+    readme.write_text(text, encoding="utf-8")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m shared.notebook", description=__doc__.splitlines()[0])
+    parser.add_argument("command", choices=["run", "record", "table"])
+    parser.add_argument("weeks", nargs="*", metavar="WEEK", help="a number or a folder name; all when none is named")
+    chosen = parser.parse_args(arguments)
+    if chosen.command == "table":
+        write_table()
+        return 0
+    if chosen.command == "record" and not machine().has_gpu:
+        print("record needs a GPU that PyTorch can use: it saves measured times, and without one there are none to measure.")
+        return 1
+    try:
+        paths = [find(week) for week in chosen.weeks] or notebooks()
+    except ValueError as error:
+        print(error)
+        return 2
+    failures = []
+    for path in paths:
+        print(f"{path.parent.name}", flush=True)
+        try:
+            print(f"{path.parent.name}: {run(path, save=chosen.command == 'record')}", flush=True)
+        except RuntimeError as error:
+            failures.append(str(error))
+            print(f"{path.parent.name}: FAILED in {error}", flush=True)
+    print(f"{len(paths) - len(failures)} of {len(paths)} notebooks ran through")
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

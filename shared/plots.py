@@ -1,0 +1,157 @@
+"""One plotting style for the course, and the few figures that every week draws.
+
+White background (legible in JupyterLab's dark theme too), Okabe and Ito's colours for colour-blind readers with
+a marker each, sizes on a log2 axis, the unit and "higher is better" in the title, GPU and date in every figure.
+"""
+
+from __future__ import annotations
+
+import matplotlib.pyplot as plt
+import numpy as np
+import pandas as pd
+from matplotlib.ticker import FuncFormatter
+
+from shared.machine import DATASHEETS
+from shared.results import OURS, source
+
+COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"]
+MARKERS = ["o", "s", "^", "D", "v", "P", "X"]
+
+plt.rcParams.update(
+    {
+        "figure.dpi": 110,
+        "figure.facecolor": "white",
+        "figure.constrained_layout.use": True,
+        "axes.facecolor": "white",
+        "axes.grid": True,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.titlesize": 11,
+        "axes.titlelocation": "left",
+        "grid.alpha": 0.25,
+        "lines.linewidth": 1.8,
+        "lines.markersize": 5,
+        "legend.frameon": False,
+        "legend.fontsize": 9,
+    }
+)
+
+
+def styles(providers) -> dict[str, dict]:
+    """A colour and a marker for each provider; this kernel is always the blue circle, and the thickest line."""
+    others = [name for name in dict.fromkeys(providers) if name != OURS]
+    look = {OURS: {"color": COLOURS[0], "marker": MARKERS[0], "linewidth": 2.6, "zorder": 3}}
+    for index, name in enumerate(others, start=1):
+        look[name] = {"color": COLOURS[index % len(COLOURS)], "marker": MARKERS[index % len(MARKERS)]}
+    return look
+
+
+def size_label(value: float, _=None) -> str:
+    """2048 -> "2,048", 65536 -> "64 Ki"; for axes that count elements."""
+    value = int(value)
+    return f"{value // 1024} Ki" if value >= 8192 and value % 1024 == 0 else f"{value:,}"
+
+
+def caption(figure, rows: pd.DataFrame | None) -> None:
+    """Write under the figure where its numbers come from."""
+    if rows is not None:
+        figure.supxlabel(source(rows), fontsize=8, color="0.35", x=0.99, ha="right")
+
+
+def lines(rows: pd.DataFrame, x: str, y: str, panel: str, *, titles: dict, xlabel: str, limits: dict | None = None) -> None:
+    """A panel for each value of the column ``panel``, a line a provider over ``x`` (log2), ``y`` upwards.
+
+    ``titles`` maps a panel's value to its title (say the unit and which way is better), ``limits`` a label to a
+    height, drawn as dashed lines. With no rows it says so and draws nothing.
+    """
+    if rows.empty:
+        print("Nothing to plot without a recording.")
+        return
+    look = styles(rows["provider"])
+    figure, axes = plt.subplots(1, len(titles), figsize=(5.4 * len(titles), 4.1), sharey=True, squeeze=False)
+    for ax, (value, title) in zip(axes[0], titles.items(), strict=True):
+        part = rows[rows[panel] == value]
+        for provider, line in part.groupby("provider", sort=False):
+            line = line.sort_values(x)
+            ax.plot(line[x], line[y], label=provider, **look[provider])
+            if {"ms_p20", "ms_p80"} <= set(line):
+                work = line[y] * line["ms"]  # a rate times its time: what the spread of times means for the rate
+                ax.fill_between(line[x], work / line["ms_p80"], work / line["ms_p20"], color=look[provider]["color"], alpha=0.15)
+        for index, (label, height) in enumerate((limits or {}).items()):
+            ax.axhline(height, color="0.3", linestyle=["--", ":"][index % 2], linewidth=1.2)
+            ax.annotate(label, (0.01, height), (0, 3), ("axes fraction", "data"), "offset points", fontsize=8, color="0.3")
+        ax.set_xscale("log", base=2)
+        ax.set_xticks(sorted(part[x].unique()), minor=False)
+        ax.xaxis.set_major_formatter(FuncFormatter(size_label))
+        ax.tick_params(axis="x", labelrotation=45)
+        ax.set(title=title, xlabel=xlabel, ylim=(0, None))
+    axes[0][0].set_ylabel(y.replace("gbps", "GB/s").replace("tflops", "TFLOPS"))
+    figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside upper left", ncols=5)
+    caption(figure, rows)
+
+
+def bars(table: pd.DataFrame, *, title: str, xlabel: str, rows: pd.DataFrame | None = None) -> None:
+    """Horizontal bars, a group a row of ``table`` and a bar a column, each labelled with its value."""
+    height = 0.8 / len(table.columns)
+    figure, ax = plt.subplots(figsize=(7.5, 0.8 + 0.42 * table.size))
+    for index, column in enumerate(table):
+        where = np.arange(len(table)) + index * height
+        drawn = ax.barh(where, table[column], height * 0.9, color=COLOURS[index], label=column)
+        ax.bar_label(drawn, fmt="{:,.4g}", padding=3, fontsize=9)
+    ax.set_yticks(np.arange(len(table)) + 0.4 - height / 2, table.index)
+    ax.invert_yaxis()
+    ax.margins(x=0.12)
+    ax.grid(axis="y", visible=False)
+    ax.set(title=title, xlabel=xlabel)
+    if len(table.columns) > 1:
+        figure.legend(loc="outside upper right", ncols=4)
+    caption(figure, rows)
+
+
+def roofline(points: pd.DataFrame, roofs: dict[str, tuple[float, float]], *, title: str, rows: pd.DataFrame) -> None:
+    """Arithmetic rate over arithmetic intensity, both logarithmic.
+
+    ``points``: columns ``label``, ``intensity`` (FLOP a byte), ``tflops``. ``roofs``: label -> (GB/s, TFLOPS).
+    Source: S. Williams, A. Waterman, D. Patterson, "Roofline", CACM 52 (2009).
+    """
+    figure, ax = plt.subplots(figsize=(7.5, 4.8))
+    intensity = np.geomspace(0.1, 10_000, 400)
+    for index, (label, (gbps, peak)) in enumerate(roofs.items()):
+        ax.plot(intensity, np.minimum(intensity * gbps / 1000, peak), color="0.25", linestyle=["-", "--", ":", "-."][index % 4])
+        ax.annotate(f"{label}: {peak:,.3g} TFLOPS", (intensity[-1], peak), (-2, 4), textcoords="offset points", ha="right", fontsize=8)
+    for index, point in points.reset_index(drop=True).iterrows():
+        ax.plot(point["intensity"], point["tflops"], MARKERS[index % 7], color=COLOURS[index % 7], markersize=8, label=point["label"])
+    ax.set(xscale="log", yscale="log", xlabel="arithmetic intensity, FLOP per byte", ylabel="TFLOPS", title=title)
+    ax.legend(loc="lower right")
+    caption(figure, rows)
+
+
+def datasheet_roofs(*names: str, tensor_cores: bool = True) -> dict[str, tuple[float, float]]:
+    """Roofs from the datasheets: name -> (GB/s, TFLOPS of fp16 tensor cores, or of plain fp32)."""
+    sheets = [DATASHEETS[name] for name in names]
+    return {s.name: (s.memory_gbps, s.fp16_tensor_tflops if tensor_cores else s.fp32_tflops) for s in sheets}
+
+
+def passes(columns: dict[str, list[tuple[str, float, float]]], *, unit: str) -> None:
+    """How data moves: for each program a stack of steps, with an arrow from memory (read) and one back (write).
+
+    ``columns``: program -> steps ``(operator, read, written)`` in ``unit``; an arrow is as thick as its amount.
+    """
+    figure, axes = plt.subplots(1, len(columns), figsize=(5.2 * len(columns), 3.6), squeeze=False)
+    deepest = max(len(steps) for steps in columns.values())
+    most = max(max(step[1:]) for steps in columns.values() for step in steps)
+    for ax, (name, steps) in zip(axes[0], columns.items(), strict=True):
+        ax.axis("off")
+        ax.set(xlim=(0, 10), ylim=(-deepest, 1))
+        total = sum(read + written for _, read, written in steps)
+        ax.set_title(f"{name}: {total:g} {unit} in total")
+        memory = plt.Rectangle((0, -deepest + 0.1), 1.6, deepest + 0.1, color="#56B4E9", alpha=0.35)
+        ax.add_patch(memory)
+        ax.text(0.8, (1 - deepest) / 2, "GPU memory", rotation=90, ha="center", va="center")
+        for row, (operator, read, written) in enumerate(steps):
+            ax.text(7.4, -row - 0.3, operator, ha="center", va="center", bbox={"boxstyle": "round", "fc": "white", "ec": "0.4"})
+            for shift, amount, ends in ((0.16, read, (1.7, 6.3)), (-0.16, written, (6.3, 1.7))):
+                if amount:
+                    style = {"arrowstyle": "-|>", "linewidth": 0.8 + 4 * amount / most, "color": COLOURS[0 if shift > 0 else 1]}
+                    ax.annotate("", (ends[1], -row - 0.3 + shift), (ends[0], -row - 0.3 + shift), arrowprops=style)
+                    ax.text(4.0, -row - 0.3 + shift * 2.1, f"{'read' if shift > 0 else 'write'} {amount:g}", ha="center", va="center", fontsize=8)
