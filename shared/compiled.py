@@ -1,7 +1,7 @@
 """What did the compiler make of it? PTX and SASS of a Triton kernel for a named GPU, without that GPU.
 
 Triton compiles for any NVIDIA GPU, and its wheel holds the assembler and the disassemblers (ptxas, nvdisasm,
-cuobjdump) that this needs. Counts are static: how often an instruction stands in the code, not how often it runs.
+cuobjdump) that this needs. What comes back is a `shared.sass.Compiled`.
 """
 
 import contextlib
@@ -13,47 +13,13 @@ import subprocess
 import tempfile
 from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
 from multiprocessing import get_context
 
 from shared.cells import in_subprocess
-from shared.sass import innermost_loops, mnemonics, parse
+from shared.sass import Compiled
 from shared.sources import origin
 
-
-@dataclass(frozen=True)
-class Compiled:
-    """A kernel as one GPU would run it: registers and spills of a thread, shared memory of a block."""
-
-    target: str
-    ptx: str
-    sass: str
-    registers: int
-    shared_bytes: int
-    spill_bytes: int  # what ptxas stores to memory for want of registers; a stack frame alone is no spill
-
-    def count(self, opcode: str, *modifiers: str) -> int:
-        """How many SASS instructions start with `opcode` and have the modifiers: count("HMMA"), count("LDG", "128")."""
-        names = mnemonics(parse(self.sass)[0])
-        return sum(name.startswith(opcode) and {*modifiers} <= {*name.split(".")} for name in names)
-
-    def loops(self) -> list[list[str]]:
-        """The instructions of each innermost loop, the longest loop first."""
-        return innermost_loops(self.sass)
-
-    def summary(self) -> dict:
-        """One row of a table."""
-        return {
-            "target": self.target,
-            "tensor core (HMMA/HGMMA/IMMA)": sum(map(self.count, ("HMMA", "HGMMA", "IMMA", "IGMMA", "QGMMA", "UTC"))),
-            "FFMA": self.count("FFMA"),
-            "128-bit loads": self.count("LDG", "128"),  # with LDGSTS, which loads straight into shared memory
-            "128-bit stores": self.count("STG", "128"),
-            "TMA copies": self.count("UTMALDG") + self.count("UTMASTG"),  # of whole tiles
-            "registers": self.registers,
-            "spills (bytes)": self.spill_bytes,
-            "shared (KiB)": self.shared_bytes / 1024,
-        }
+__all__ = ["Compiled", "compile_for", "compile_many"]
 
 
 def compile_for(kernel, signature: dict, target: str, *, tensor_cores: bool = True, **options) -> Compiled:
@@ -75,8 +41,7 @@ def compile_many(jobs: Iterable[tuple]) -> list[Compiled]:
     for label, kernel, signature, target, options in jobs:
         parameters = inspect.signature(origin(kernel)[0]).parameters
         needed = {name for name, parameter in parameters.items() if parameter.default is parameter.empty}
-        if not needed <= signature.keys() <= parameters.keys():
-            wrong = sorted(needed - signature.keys()) + sorted(signature.keys() - parameters.keys())
+        if wrong := sorted((needed - signature.keys()) | (signature.keys() - parameters.keys())):
             raise ValueError(f"{label}: the signature names the kernel's parameters; missing or unknown: {wrong}")
         if not re.fullmatch(r"sm_\d+", target):
             raise ValueError(f"{label}: target is of the form 'sm_75', got {target!r}")

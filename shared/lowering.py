@@ -97,7 +97,7 @@ def _refuse(foreign: list[str]) -> None:
     """RuntimeError if Triton made something of a float16 dot that is not known here."""
     if foreign:
         raise RuntimeError(
-            f"Triton {triton.__version__} made {foreign[0]!r} of a kernel with float16 dots, which the course's way to "
-            "compute capability 7.5 does not know. shared.turing.disable() brings back stock Triton, which does without "
-            "tensor cores there."
+            f"Triton {triton.__version__} made {foreign[0]!r} of a kernel with float16 dots; the course's lowering for "
+            "compute capability 7.5 does not know it. shared.turing.disable() brings back stock Triton, which does "
+            "without tensor cores there."
         )

@@ -91,8 +91,8 @@ def _watch_kernels(traffic: Traffic):
     saved = {name: getattr(builder, name) for name in names}
     launch = executor.__call__
 
-    def load(self, ptrs, mask, *rest):
-        out = saved["create_masked_load"](self, ptrs, mask, *rest)
+    def load(self, ptrs, mask, *rest, **options):
+        out = saved["create_masked_load"](self, ptrs, mask, *rest, **options)
         traffic.read += int(mask.data.sum()) * out.data.itemsize
         return out
 

@@ -122,7 +122,8 @@ def roofline(points: pd.DataFrame, roofs: dict[str, tuple[float, float]], *, tit
     for index, point in points.reset_index(drop=True).iterrows():
         ax.plot(point["intensity"], point["tflops"], MARKERS[index % 7], color=COLOURS[index % 7], markersize=8, label=point["label"])
     ax.set(xscale="log", yscale="log", xlabel="arithmetic intensity, FLOP per byte", ylabel="TFLOPS", title=title)
-    ax.legend(loc="lower right")
+    if len(points):
+        ax.legend(loc="lower right")
     caption(figure, rows)
 
 
@@ -144,14 +145,19 @@ def passes(columns: dict[str, list[tuple[str, float, float]]], *, unit: str) -> 
         ax.axis("off")
         ax.set(xlim=(0, 10), ylim=(-deepest, 1))
         total = sum(read + written for _, read, written in steps)
-        ax.set_title(f"{name}: {total:g} {unit} in total")
+        ax.set_title(f"{name}\n{total:,g} {unit}")
         memory = plt.Rectangle((0, -deepest + 0.1), 1.6, deepest + 0.1, color="#56B4E9", alpha=0.35)
         ax.add_patch(memory)
         ax.text(0.8, (1 - deepest) / 2, "GPU memory", rotation=90, ha="center", va="center")
         for row, (operator, read, written) in enumerate(steps):
             ax.text(7.4, -row - 0.3, operator, ha="center", va="center", bbox={"boxstyle": "round", "fc": "white", "ec": "0.4"})
-            for shift, amount, ends in ((0.16, read, (1.7, 6.3)), (-0.16, written, (6.3, 1.7))):
+            shift = 0.14 if read and written else 0  # a lone arrow points at the middle of its operator
+            for word, amount, height, (start, end) in (
+                ("read", read, shift, (1.7, 6.2)),
+                ("write", written, -shift, (6.2, 1.7)),
+            ):
                 if amount:
-                    style = {"arrowstyle": "-|>", "linewidth": 0.8 + 4 * amount / most, "color": COLOURS[0 if shift > 0 else 1]}
-                    ax.annotate("", (ends[1], -row - 0.3 + shift), (ends[0], -row - 0.3 + shift), arrowprops=style)
-                    ax.text(4.0, -row - 0.3 + shift * 2.1, f"{'read' if shift > 0 else 'write'} {amount:g}", ha="center", va="center", fontsize=8)
+                    y, colour = height - row - 0.3, COLOURS[word == "write"]
+                    style = {"arrowstyle": "-|>", "linewidth": 0.8 + 4 * amount / most, "color": colour}
+                    ax.annotate("", (end, y), (start, y), arrowprops=style)
+                    ax.text(4, y + (0.2 if height >= 0 else -0.2), f"{word} {amount:,g}", ha="center", va="center", fontsize=8)

@@ -80,7 +80,7 @@ def ratios(rows: pd.DataFrame, sizes: list[str]) -> pd.DataFrame:
     ``sizes`` names the columns that tell workloads apart. The unfused baseline is no rival.
     """
     found = []
-    for key, group in rows.groupby(sizes, sort=False):
+    for key, group in rows.groupby(sizes, sort=False) if len(rows) else []:
         ours = group[group["provider"] == OURS]
         rivals = group[(group["provider"] != OURS) & ~group["provider"].str.startswith(BASELINE)]
         if len(ours) and len(rivals):

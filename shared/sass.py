@@ -1,9 +1,48 @@
-"""Reading SASS, the machine code of NVIDIA's GPUs, as `nvdisasm -c` prints it."""
+"""Compiled kernels and their SASS, the machine code of NVIDIA's GPUs, as `nvdisasm -c` prints it.
+
+Counts are static: how often an instruction stands in the code, not how often it runs.
+"""
 
 import re
+from dataclasses import dataclass
 
 _LINE = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(.*?)\s*;|^(\.L\w+):", re.MULTILINE)
 _LABEL = re.compile(r"`\((\.L\w+)\)")
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A kernel as one GPU would run it: registers and spills of a thread, shared memory of a block."""
+
+    target: str
+    ptx: str
+    sass: str
+    registers: int
+    shared_bytes: int
+    spill_bytes: int  # what ptxas stores to memory for want of registers; a stack frame alone is no spill
+
+    def count(self, opcode: str, *modifiers: str) -> int:
+        """How many SASS instructions start with `opcode` and have the modifiers: count("HMMA"), count("LDG", "128")."""
+        names = mnemonics(parse(self.sass)[0])
+        return sum(name.startswith(opcode) and {*modifiers} <= {*name.split(".")} for name in names)
+
+    def loops(self) -> list[list[str]]:
+        """The instructions of each innermost loop, the longest loop first."""
+        return innermost_loops(self.sass)
+
+    def summary(self) -> dict:
+        """One row of a table."""
+        return {
+            "target": self.target,
+            "tensor core (HMMA/HGMMA/IMMA)": sum(map(self.count, ("HMMA", "HGMMA", "IMMA", "IGMMA", "QGMMA", "UTC"))),
+            "FFMA": self.count("FFMA"),
+            "128-bit loads": self.count("LDG", "128"),  # with LDGSTS, which loads straight into shared memory
+            "128-bit stores": self.count("STG", "128"),
+            "TMA copies": self.count("UTMALDG") + self.count("UTMASTG"),  # of whole tiles
+            "registers": self.registers,
+            "spills (bytes)": self.spill_bytes,
+            "shared (KiB)": self.shared_bytes / 1024,
+        }
 
 
 def parse(sass: str) -> tuple[list[str], dict[str, int]]:

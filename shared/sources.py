@@ -61,7 +61,7 @@ def sources(*objects) -> list[str]:
         line = None if _is_live(file) else _reference(name, value, inner, "__main__")
         if line:
             texts.append(line)
-        elif not (_is_live(file) and define(name, file, scope)):
+        elif not _is_live(file) or "<" in path(value) or not define(name, file, scope):  # as in f.<locals>.g
             raise ValueError(f"{value!r} has no source; define it at the top level of a notebook cell or of a file")
     return texts
 

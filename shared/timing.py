@@ -62,7 +62,7 @@ def compare(providers: dict, *, bytes_moved: int | None = None, flops: int | Non
 def _launch(function, flush: torch.Tensor):
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     flush.zero_()
-    torch.cuda._sleep(500_000)  # about 0.3 ms, in which Python prepares the next launch
+    torch.cuda._sleep(2_000_000)  # about a millisecond, in which Python prepares the launch
     start.record()
     function()
     end.record()

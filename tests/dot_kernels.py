@@ -18,8 +18,8 @@ def pointer_matmul(a_ptr, b_ptr, c_ptr, M, N, K, stride_am, stride_ak, stride_bk
     b_ptrs = b_ptr + depth[:, None] * stride_bk + columns[None, :] * stride_bn
     total = tl.zeros((BLOCK_M, BLOCK_N), dtype=ACCUMULATOR)
     for k in tl.range(0, K, BLOCK_K, num_stages=STAGES):
-        a = tl.load(a_ptrs, mask=(rows[:, None] < M) & (depth[None, :] < K - k), other=0)
-        b = tl.load(b_ptrs, mask=(depth[:, None] < K - k) & (columns[None, :] < N), other=0)
+        a = tl.load(a_ptrs, mask=(rows[:, None] < M) & (depth[None, :] < K - k), other=0.0)
+        b = tl.load(b_ptrs, mask=(depth[:, None] < K - k) & (columns[None, :] < N), other=0.0)
         total = tl.dot(a, b, total, out_dtype=ACCUMULATOR)
         a_ptrs += BLOCK_K * stride_ak
         b_ptrs += BLOCK_K * stride_bk
@@ -33,13 +33,6 @@ def two_kinds(a_ptr, b_ptr, c_ptr, SIZE: tl.constexpr):
     at = tl.arange(0, SIZE)[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
     a, b = tl.load(a_ptr + at), tl.load(b_ptr + at)
     tl.store(c_ptr + at, tl.dot(a.to(tl.float32), b.to(tl.float32), tl.dot(a, b)))
-
-
-@triton.jit
-def sine(x_ptr, y_ptr, BLOCK: tl.constexpr):
-    """libdevice's sine keeps an array on the stack to reduce large arguments."""
-    at = tl.arange(0, BLOCK)
-    tl.store(y_ptr + at, tl.extra.libdevice.sin(tl.load(x_ptr + at)))
 
 
 def matmul_signature(kind: str = "fp16", out: str = "fp16", block: tuple = (128, 128, 32), **more) -> dict:
@@ -86,14 +79,17 @@ def compile_here(kernel, signature: dict, capability: int, **options) -> str:
 
 
 def switching(matmul) -> list[tuple]:
-    """(what is on, PTX, hash, the kernel's own identity) as the lowering is switched in one process."""
+    """(what is on, PTX, hash, number of the compiled kernel) as the lowering is switched in one process."""
     from shared import turing
 
-    seen = []
+    seen, kernels = [], []
 
     def note(what):
         made = warm_up(matmul, 75, num_stages=4)
-        seen.append((what, made.asm["ptx"], made.hash, id(made)))
+        if not any(made is kernel for kernel in kernels):
+            kernels.append(made)
+        number = next(i for i, kernel in enumerate(kernels) if made is kernel)
+        seen.append((what, made.asm["ptx"], made.hash, number))
 
     note("stock")
     turing.enable()
