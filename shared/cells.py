@@ -81,26 +81,41 @@ def in_subprocess(task, objects, *arguments, interpret: bool):
 
     task: a function of an importable module. objects: a function, class or Triton kernel, or a list of them, from
     wherever `sources` finds them. interpret: whether Triton runs kernels in its interpreter there. Arguments and result
-    travel pickled. RuntimeError with the other process's words when the task fails or the process dies.
+    travel pickled. The process stays for the next task of its kind. RuntimeError with its words when the task fails or
+    the process dies.
     """
     several = objects if isinstance(objects, list) else [objects]
     paths = [path(value) for value in several] if several is objects else path(objects)
+    request = pickle.dumps((task, sources(*several), paths, arguments))
+    kind = interpret, os.environ.get("TRITON_OVERRIDE_ARCH")
+    process, words = _processes[kind] = _processes.get(kind) or _start(interpret)
+    spoken = words.seek(0, os.SEEK_END)
+    try:
+        process.stdin.write(request)
+        process.stdin.flush()
+        result, error = pickle.load(process.stdout)
+    except (BrokenPipeError, EOFError):
+        del _processes[kind]
+        result, error = None, f"status {process.wait()}"
+    if error:
+        words.seek(spoken)
+        said = words.read().decode(errors="replace").strip()[-4000:]
+        raise RuntimeError(f"{task.__name__} failed in its own process: {error}\n{said}")
+    return result
+
+
+_processes: dict = {}
+
+
+def _start(interpret: bool):
+    """A Python that serves tasks until this one ends, and the file with what it says."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     environment |= {"TRITON_INTERPRET": "1"} if interpret else {}
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, sys.path)])
-    start = "import sys; from shared.cells import _answer; _answer(*sys.argv[1:])"
-    with tempfile.TemporaryDirectory() as folder:
-        request, reply = Path(folder, "request"), Path(folder, "reply")
-        request.write_bytes(pickle.dumps((task, sources(*several), paths, arguments)))
-        ended = subprocess.run(
-            [sys.executable, "-c", start, request, reply],
-            env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace",
-        )  # fmt: skip
-        dead = None, f"status {ended.returncode}"
-        result, error = pickle.loads(reply.read_bytes()) if reply.exists() else dead
-    if error:
-        raise RuntimeError(f"{task.__name__} failed in its own process: {error}\n{ended.stderr.strip()[-4000:]}")
-    return result
+    words = tempfile.TemporaryFile()
+    command = [sys.executable, "-c", "from shared.cells import _serve; _serve()"]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, stderr=words), words
 
 
 def call(function, *arguments):
@@ -108,14 +123,21 @@ def call(function, *arguments):
     return function(*arguments)
 
 
-def _answer(request: str, reply: str) -> None:
-    """The other end of `in_subprocess`: do what the file `request` asks and write the file `reply`."""
-    task, texts, paths, arguments = pickle.loads(Path(request).read_bytes())
-    try:
-        module = execute(texts)
-        find_in = lambda name: operator.attrgetter(name)(module)
-        objects = [find_in(name) for name in paths] if isinstance(paths, list) else find_in(paths)
-        answer = task(objects, *arguments), None
-    except Exception:
-        answer = None, "\n" + traceback.format_exc()
-    Path(reply).write_bytes(pickle.dumps(answer))
+def _serve() -> None:
+    """The other end of `in_subprocess`: answer requests from standard input until it is closed."""
+    replies = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what a task prints is no reply
+    while True:
+        try:
+            task, texts, paths, arguments = pickle.load(sys.stdin.buffer)
+        except EOFError:
+            return
+        try:
+            module = execute(texts)
+            find_in = lambda name: operator.attrgetter(name)(module)
+            objects = [find_in(name) for name in paths] if isinstance(paths, list) else find_in(paths)
+            answer = pickle.dumps((task(objects, *arguments), None))
+        except Exception:
+            answer = pickle.dumps((None, "\n" + traceback.format_exc()))
+        replies.write(answer)
+        replies.flush()

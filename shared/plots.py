@@ -46,12 +46,6 @@ def styles(providers) -> dict[str, dict]:
     return look
 
 
-def size_label(value: float, _=None) -> str:
-    """2048 -> "2,048", 65536 -> "64 Ki"; for axes that count elements."""
-    value = int(value)
-    return f"{value // 1024} Ki" if value >= 8192 and value % 1024 == 0 else f"{value:,}"
-
-
 def caption(figure, rows: pd.DataFrame | None) -> None:
     """Write under the figure where its numbers come from."""
     if rows is not None:
@@ -82,8 +76,8 @@ def lines(rows: pd.DataFrame, x: str, y: str, panel: str, *, titles: dict, xlabe
             ax.annotate(label, (0.01, height), (0, 3), ("axes fraction", "data"), "offset points", fontsize=8, color="0.3")
         ax.set_xscale("log", base=2)
         ax.set_xticks(sorted(part[x].unique()), minor=False)
-        ax.xaxis.set_major_formatter(FuncFormatter(size_label))
-        ax.tick_params(axis="x", labelrotation=45)
+        ax.xaxis.set_major_formatter(FuncFormatter(lambda size, _: f"{size:,.0f}"))
+        plt.setp(ax.get_xticklabels(), rotation=45, ha="right", rotation_mode="anchor", fontsize=8)
         ax.set(title=title, xlabel=xlabel, ylim=(0, None))
     axes[0][0].set_ylabel(y.replace("gbps", "GB/s").replace("tflops", "TFLOPS"))
     figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside upper left", ncols=5)

@@ -51,7 +51,10 @@ def sources(*objects) -> list[str]:
             if inner_scope.get(first) is value and define(first, file, inner_scope):
                 return texts.append(f"{name} = {first}")
         line = _reference(name, value, inner, scope.get("__name__", "__main__"))
-        texts.append(line) if line else define(name, home, scope)
+        if line:
+            return texts.append(line)
+        # what cannot travel, such as a dict of kernels, is bound in this cell or, the newest first, in another
+        any(define(name, cell, scope) for cell in (home, *_siblings(home)))
 
     for value in objects:
         inner, file, scope = origin(value)
@@ -115,6 +118,12 @@ def _is_cell(file: str | None) -> bool:
     """Whether a file name stands for a cell: `linecache` keeps such text without a time of modification."""
     entry = linecache.cache.get(file, ())
     return len(entry) > 1 and entry[1] is None
+
+
+def _siblings(file: str) -> list[str]:
+    """The other cells of the same notebook, or of the same module that `shared.cells` made; the newest first."""
+    family = lambda name: name.split()[0] if name.startswith("<") else str(Path(name).parent)
+    return [name for name in reversed(list(linecache.cache)) if _is_cell(name) and family(name) == family(file)]
 
 
 @functools.cache

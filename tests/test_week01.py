@@ -1,6 +1,5 @@
 """Week 1's softmax against the kinds of fault that users of such kernels report. The kernels come from the notebook."""
 
-import contextlib
 import inspect
 import os
 import resource
@@ -19,20 +18,23 @@ import triton.language as tl
 from torch.utils.checkpoint import checkpoint
 
 from shared import memory
-from shared.cells import ROOT, in_subprocess, load
+from shared.cells import ROOT, load
 from shared.checks import check, difference, poisoned
 from shared.compiled import compile_many
 from shared.machine import interpreting, machine
 from shared.sources import origin
 
 week = load(1)
-softmax, tell_and_wait = week.softmax, week.tell_and_wait
+softmax, tell_and_wait, pack, unpack = week.softmax, week.tell_and_wait, week.pack, week.unpack
 DEVICE, DTYPES = machine().device, machine().dtypes
 INF, NAN = float("inf"), float("nan")
 
 on_cpu = pytest.mark.skipif(not interpreting(), reason="looks into Triton's interpreter")
 gpu = pytest.mark.gpu
-quiet = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's NumPy on inf - inf
+pytestmark = [  # of the interpreter's NumPy: inf - inf is meant here
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning"),
+]
 
 
 def draw(*shape, dtype=torch.float32, scale=1.0):
@@ -68,7 +70,7 @@ def both_ways(x, dim=-1, dy=None):
     return y, dx
 
 
-# --- any shape, any strides -------------------------------------------------------------------------------------------
+# --- any shape, any strides ------------------------------------------------------------------------------------------
 
 CASES = {
     "one element": lambda draw: {"x": draw(1)},
@@ -82,15 +84,13 @@ CASES = {
     "1023": lambda draw: {"x": draw(3, 1023)},
     "1024": lambda draw: {"x": draw(3, 1024)},
     "1025": lambda draw: {"x": draw(9, 1025)},
-    "1032, on the grid in float32 only": lambda draw: {"x": draw(5, 1032)},
-    "2047": lambda draw: {"x": draw(9, 2047)},
+    "1032, a multiple of 8": lambda draw: {"x": draw(3, 1032)},
+    "2041, a full block with every shift": lambda draw: {"x": draw(9, 2041)},
     "2048": lambda draw: {"x": draw(2, 2048)},
-    "8185, a full block with every shift": lambda draw: {"x": draw(9, 8185)},
     "16384": lambda draw: {"x": draw(1, 16384)},
     "16385": lambda draw: {"x": draw(2, 16385)},
     "32768": lambda draw: {"x": draw(1, 32768)},
     "32769": lambda draw: {"x": draw(2, 32769)},
-    "longer than Triton's largest block": lambda draw: {"x": draw(1, 2**20 + 3)},
     "transposed": lambda draw: {"x": draw(300, 64).T},
     "every second column": lambda draw: {"x": draw(7, 400)[:, ::2]},
     "every second column, long": lambda draw: {"x": draw(3, 8000)[:, ::2]},
@@ -98,7 +98,7 @@ CASES = {
     "one row, repeated": lambda draw: {"x": draw(500).expand(6, 500)},
     "one column, repeated": lambda draw: {"x": draw(6, 1).expand(6, 1500)},
     "one number, repeated": lambda draw: {"x": draw(1).expand(3, 1500)},
-    "overlapping rows": lambda draw: {"x": draw(1300).unfold(0, 1200, 7)},
+    "overlapping rows": lambda draw: {"x": draw(1220).unfold(0, 1200, 7)},
     "starts off the 16-byte grid": lambda draw: {"x": draw(5 * 1201 + 1)[1:].view(5, 1201)},
     "starts off it, short rows": lambda draw: {"x": draw(5 * 64 + 3)[3:].view(5, 64)},
     "along the first dimension": lambda draw: {"x": draw(130, 20), "dim": 0},
@@ -127,6 +127,10 @@ def test_any_shape_and_strides_both_ways():
     )  # fmt: skip
 
 
+def test_a_row_longer_than_tritons_largest_block():
+    both_ways(draw(1, 2**20 + 3))
+
+
 def test_a_number_alone():
     x = torch.tensor(3.0, device=DEVICE, requires_grad=True)
     for dim in (0, -1):
@@ -149,10 +153,10 @@ GRADIENTS = {
 }
 
 
-@pytest.mark.parametrize("n", [50, 1201, 1216, 20_000])
+@pytest.mark.parametrize("n", [50, 1201, 1216, 17_000])
 @pytest.mark.parametrize("layout", GRADIENTS)
 def test_a_gradient_may_have_any_strides(layout, n):
-    m = 2 if n == 20_000 else 5
+    m = 1 if n == 17_000 else 5
     dy = GRADIENTS[layout](m, n)
     kept = dy.clone()
     both_ways(draw(m, n), dy=dy)
@@ -179,7 +183,7 @@ def test_empty_inputs_backward():
         assert y.shape == x.grad.shape == torch.Size(shape)
 
 
-# --- each kernel alone, with NaN around its input and a mark around its output -----------------------------------------
+# --- each kernel alone, with NaN around its input and a mark around its output ---------------------------------------
 
 ALONE = {
     "tile of one row": ("tile", {"BLOCK_M": 1}),
@@ -189,11 +193,11 @@ ALONE = {
     "split, 1 program": ("split", {"SPLIT": 1, "ALIGN": 1}),
     "split, 1 program, grid of 4": ("split", {"SPLIT": 1, "ALIGN": 4}),
     "split, 1 program, grid of 8": ("split", {"SPLIT": 1, "ALIGN": 8}),
-    "split, 4 programs": ("split", {"SPLIT": 4, "ALIGN": 1}),
+    "split, 2 programs": ("split", {"SPLIT": 2, "ALIGN": 1}),
     "split, 4 programs, grid of 4": ("split", {"SPLIT": 4, "ALIGN": 4}),
     "split, 2 programs, grid of 8": ("split", {"SPLIT": 2, "ALIGN": 8}),
 }
-LENGTHS = [1, 2, 3, 15, 16, 17, 32, 33, 64, 100, 121, 129]
+LENGTHS = {"tile": [1, 2, 16, 17, 100, 128, 129], "online": [1, 15, 16, 17, 48, 49], "split": [16, 17, 100, 121, 1027]}
 
 
 def alone(name, tensors, backward=False):
@@ -246,13 +250,14 @@ def spread(values, stride, around, offset=0):
     return view, around
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", ALONE)
-def test_each_kernel_alone(name, dtype):
+def test_each_kernel_alone(name):
     """Row strides differ and put rows on every shift; nothing outside a row may be used or written."""
-    align = ALONE[name][1].get("ALIGN", 1)
-    for n in LENGTHS if ALONE[name][0] != "split" else [k for k in LENGTHS + [1027] if k > 63 or (align == 1 and k > 15)]:
-        m, stride = 9, n + 5 + (n % 2)  # 9 rows an odd number apart: every shift occurs
+    kind, options = ALONE[name]
+    align = options.get("ALIGN", 1)
+    dtype = torch.float16 if align == 8 or options.get("BLOCK_M") == 4 else torch.float32
+    for n in LENGTHS[kind] if options.get("SPLIT", 1) == 1 else [64, 125, 1021]:
+        m, stride = max(5, align + 1), n + 6 - n % 2  # rows an odd number apart: every shift occurs
         x, _ = spread(draw(m, n, dtype=dtype), stride, NAN)
         y, memory_of_y = spread(torch.full_like(x, 5), stride + 2 * align, 7.0)
         alone(name, (x, y))
@@ -267,14 +272,14 @@ def test_each_kernel_alone(name, dtype):
 
 
 @on_cpu
-@pytest.mark.parametrize("n", [1, 17, 41, 43, 45, 49, 53, 57])
+@pytest.mark.parametrize("n", [1, 43, 49])
 def test_parts_shorter_than_the_grid_or_empty(n):
     """No GPU of today gets such a plan: it takes 256 multiprocessors. The kernel must still keep to its row."""
-    x, _ = spread(draw(9, n), n + 6 - n % 2, NAN)
+    x, _ = spread(draw(5, n), n + 6 - n % 2, NAN)
     y, memory_of_y = spread(torch.full_like(x, 5), n + 6 - n % 2, 7.0)
     alone("split, 4 programs, grid of 4", (x, y))
     agrees(y, reference(x.double()), n)
-    assert (memory_of_y == 7).sum() == memory_of_y.numel() - 9 * n, "written outside a row"
+    assert (memory_of_y == 7).sum() == memory_of_y.numel() - 5 * n, "written outside a row"
 
 
 def odd_rows(n=64):
@@ -301,10 +306,9 @@ def odd_rows(n=64):
     return rows
 
 
-@quiet
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", ALONE)
-def test_rows_that_are_infinite_or_nan(name, dtype):
+def test_rows_that_are_infinite_or_nan(name):
+    dtype = torch.float16 if "8" in name else torch.float32
     x = odd_rows().to(dtype)  # float16 makes infinities of the large ones
     y, dy, dx = torch.full_like(x, 5), draw(16, 64, dtype=dtype), torch.full_like(x, 5)
     alone(name, (x, y))
@@ -317,7 +321,6 @@ def test_rows_that_are_infinite_or_nan(name, dtype):
         gradients_agree(y[row], dy[row], dx[row])
 
 
-@quiet
 @pytest.mark.parametrize("repeats", [1, 40, 400])
 def test_such_rows_through_the_function(repeats):
     x = odd_rows().repeat(1, repeats).requires_grad_()
@@ -332,13 +335,23 @@ def test_large_scores_do_not_overflow(dtype):
     assert both_ways(x)[0].isfinite().all()
 
 
-# --- several programs a row ---------------------------------------------------------------------------------------------
+# --- several programs a row ------------------------------------------------------------------------------------------
 
 
 @triton.jit
 def ask_kernel(board_ptr, words_ptr, word, SPLIT: tl.constexpr):
     words = tell_and_wait(board_ptr, 1, word, SPLIT)
     tl.store(words_ptr + tl.arange(0, SPLIT), words)
+
+
+@triton.jit
+def pack_kernel(high_ptr, low_ptr, word_ptr, out_ptr, N: tl.constexpr):
+    lanes = tl.arange(0, N)
+    word = pack(tl.load(high_ptr + lanes), tl.load(low_ptr + lanes))
+    high, low = unpack(word)
+    tl.store(word_ptr + lanes, word)
+    tl.store(out_ptr + lanes, high)
+    tl.store(out_ptr + N + lanes, low)
 
 
 @on_cpu
@@ -365,26 +378,15 @@ def test_a_program_waits_for_all_words_and_not_only_for_the_count():
 @on_cpu
 def test_words_survive_the_board():
     """No posted word may be 0, the sign of "not posted", and both halves come back bit by bit."""
-
-    @triton.jit
-    def there_and_back(high_ptr, low_ptr, word_ptr, out_ptr, N: tl.constexpr):
-        lanes = tl.arange(0, N)
-        word = week_pack(tl.load(high_ptr + lanes), tl.load(low_ptr + lanes))
-        high, low = week_unpack(word)
-        tl.store(word_ptr + lanes, word)
-        tl.store(out_ptr + lanes, high)
-        tl.store(out_ptr + N + lanes, low)
-
-    there_and_back.fn.__globals__.update(week_pack=week.pack, week_unpack=week.unpack)
     high = torch.tensor([-INF, INF, NAN, 0.0, -0.0, 1e-45, -3.5, 3e38, -1.0, 1.0, 0.0, -1e30, 2.0, -2.0, 5.0, -INF])
     low = torch.tensor([0.0, 1.0, NAN, 1.0, 1.0, INF, 2.0, 7.5, -1.0, -0.0, 1e-45, 3.0, -5e-39, 8.0, 9.0, NAN])
     word, out = torch.zeros(16, dtype=torch.int64), torch.zeros(2, 16)
-    there_and_back[(1,)](high, low, word, out, N=16)
+    pack_kernel[(1,)](high, low, word, out, N=16)
     assert (word != 0).all()
     assert torch.equal(out.view(torch.int32), torch.stack([high, low]).view(torch.int32))
 
 
-def recorded(tensors, backward=False, multiprocessors=132, interpret=False):
+def recorded(tensors, backward=False, multiprocessors=132):
     """What `launch` would start by `plan` on a GPU with so many multiprocessors: (kernel, grid, arguments, options)."""
     calls = []
 
@@ -394,12 +396,14 @@ def recorded(tensors, backward=False, multiprocessors=132, interpret=False):
 
         def __getitem__(self, grid):
             names = list(inspect.signature(origin(self.kernel)[0]).parameters)
-            return lambda *args, **options: calls.append((self.kernel, grid, dict(zip(names, args, strict=False)), options))
+            return lambda *args, **options: calls.append(
+                (self.kernel, grid, dict(zip(names, args, strict=False)), options)
+            )
 
     with pytest.MonkeyPatch.context() as patch:
         limits = types.SimpleNamespace(multi_processor_count=multiprocessors)
         patch.setattr(torch.cuda, "get_device_properties", lambda device: limits)
-        patch.setattr(week, "INTERPRETING", interpret)
+        patch.setattr(week, "interpreting", lambda: False)
         kind, options = week.plan(tensors, backward)
         for name, kernels in week.KERNELS.items():
             patch.setitem(week.KERNELS, name, tuple(map(Recorder, kernels)))
@@ -415,12 +419,13 @@ def unreal(outer, n, stride=None, dtype=torch.float32, inner=1):
 
 def plan_lengths():
     near = [2**p + d for p in range(10, 22) for d in range(-20, 21)]
-    cut = [k * (block - align) + d for block in (4096, 8192) for align in (1, 4, 8) for k in (2, 4, 8, 16, 64) for d in (-1, 0, 1)]
+    rims = [block - rim for block in (4096, 8192) for rim in (1, 3, 4, 7, 8, 16)]
+    cut = [parts * length + d for length in rims for parts in (2, 8, 64) for d in (-1, 0, 1)]
     some = np.random.default_rng().integers(1025, 1_200_000, 60).tolist()
     return sorted({*near, *cut, *some, *range(1025, 1041), 12_345, 50_257, 262_145, 524_289})
 
 
-@pytest.mark.parametrize("multiprocessors", [16, 40, 132, 192])
+@pytest.mark.parametrize("multiprocessors", [40, 132, 192])
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_plan_covers_every_element_once(dtype, backward, multiprocessors):
@@ -437,7 +442,7 @@ def test_a_plan_covers_every_element_once(dtype, backward, multiprocessors):
                 continue
             split, align, block = options["SPLIT"], options["ALIGN"], options["BLOCK_N"]
             assert grid == (7 * split,) and split <= multiprocessors, where
-            assert block <= 64 * 32 * options["num_warps"], where
+            assert block <= 128 * 32 * options["num_warps"], where
             assert (stride - n) % align == 0, f"{where}: rows are shifted unequally"
             parts = np.clip(n - np.arange(split) * given["part_cols"], 0, given["part_cols"])
             assert parts.sum() == n, where
@@ -458,8 +463,9 @@ def test_a_row_is_not_cut_finer_than_it_must(dtype, backward):
 
 
 @on_cpu
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("n", [50_257, 65_536, 70_001, 131_072])
+@pytest.mark.parametrize(
+    ("n", "dtype"), [(65_536, torch.float32), (70_001, torch.float32), (50_257, torch.float16)], ids=str
+)
 def test_a_row_cut_as_on_an_h200(n, dtype):
     x, dy = draw(2, n, dtype=dtype), draw(2, n, dtype=dtype)
     with poisoned():
@@ -473,68 +479,67 @@ def test_a_row_cut_as_on_an_h200(n, dtype):
     gradients_agree(y, dy, dx)
 
 
-# --- offsets past 2^31 --------------------------------------------------------------------------------------------------
+# --- offsets past 2^31 -----------------------------------------------------------------------------------------------
 
 
-def _far_apart(objects) -> tuple[dict, int]:
-    """(what went wrong by case, peak memory in KiB), in a process of its own.
+def _far_apart():
+    """Rows lie 2^30 elements apart in memory that is reserved and never touched elsewhere.
 
-    Rows lie 2^30 elements apart in memory that is reserved and never touched elsewhere. Every tensor of every case has
-    its own place in it, so that an offset that wraps round 2^31 or 2^32 meets another tensor's row or nothing at all.
+    Every tensor of every case has its own place there, so that an offset that wraps round 2^31 or 2^32 meets another
+    tensor's row, or nothing at all.
     """
-    softmax, launch = objects
     stride, reserved = 2**30 + 11, torch.empty(2**31 + 2**27, dtype=torch.float16)
-    used, wrong = 0, {}
+    used = 0
 
-    def far(values, across=False):
+    def far(values):
         nonlocal used
         used += 2**14
-        shape = values.shape
-        view = reserved.as_strided(shape, (1, stride) if across else (stride, 1), used)
-        return view.copy_(values)
+        return reserved.as_strided(values.shape, (stride, 1), used).copy_(values)
 
-    def note(name, got, want):
-        gap = (got.double() - want).abs().max().item()
-        if not gap < 2e-3 * max(want.abs().max().item(), 1e-3) + 1e-6:
-            wrong[name] = gap
+    def case(kind, options, n, shape):
+        """Softmax along `shape(x)`'s second dimension of three rows of n numbers."""
+        values = torch.randn(2, 3, n).half()
+        x, y, dy, dx = (shape(far(t)) for t in (values[0], values[0], values[1], values[1]))
+        week.launch((x, y), kind, options)
+        agrees(y, reference(x.double(), 1), x.shape[1])
+        week.launch((y, dy, dx), kind, options, backward=True)
+        gradients_agree(y, dy, dx, 1)
 
-    def case(name, shape, dim, kind, options):
-        values, dvalues = (torch.randn(shape).half() for _ in range(2))
-        across = shape[1] < shape[0]
-        x, y, dy, dx = far(values, across), far(values, across), far(dvalues, across), far(dvalues, across)
-        view = lambda *ts: tuple(t[None] if dim == 0 else t[:, :, None] for t in ts)
-        launch(view(x, y), kind, options)
-        want = torch.softmax(values.double(), dim)
-        note(f"{name} forward", y, want)
-        launch(view(y, dy, dx), kind, options, True)
-        want, grad = y.double(), dvalues.double()
-        note(f"{name} backward", dx, want * (grad - (want * grad).sum(dim, keepdim=True)))
-
-    case("tile", (3, 40), 1, "tile", {"BLOCK_M": 2, "BLOCK_N": 64})
-    case("online", (3, 100), 1, "online", {"BLOCK_M": 2, "BLOCK_N": 32})
-    for align in (1, 8):
-        case(f"split, grid of {align}", (3, 100), 1, "split", {"SPLIT": 1, "BLOCK_N": 128, "ALIGN": align})
-    case("tile, along the far dimension", (3, 40), 0, "tile", {"BLOCK_M": 16, "BLOCK_N": 4})
-    case("online, along the far dimension", (3, 40), 0, "online", {"BLOCK_M": 16, "BLOCK_N": 2})
-    case("tile, far neighbours", (40, 3), 0, "tile", {"BLOCK_M": 2, "BLOCK_N": 64})
-    case("online, far neighbours", (40, 3), 0, "online", {"BLOCK_M": 2, "BLOCK_N": 32})
+    rows, across, columns = (lambda t: t[:, :, None]), (lambda t: t[None]), (lambda t: t.T[:, :, None])
+    case("tile", {"BLOCK_M": 2, "BLOCK_N": 64}, 40, rows)
+    case("online", {"BLOCK_M": 2, "BLOCK_N": 32}, 100, rows)
+    case("split", {"SPLIT": 1, "BLOCK_N": 128, "ALIGN": 1}, 100, rows)
+    case("split", {"SPLIT": 1, "BLOCK_N": 128, "ALIGN": 8}, 100, rows)
+    case("tile", {"BLOCK_M": 16, "BLOCK_N": 4}, 40, across)
+    case("online", {"BLOCK_M": 16, "BLOCK_N": 2}, 40, across)
+    case("tile", {"BLOCK_M": 2, "BLOCK_N": 4}, 40, columns)
+    case("online", {"BLOCK_M": 2, "BLOCK_N": 2}, 40, columns)
     for n, dim in ((200, 1), (1100, 1), (200, 0)):
         x, dy = far(torch.randn(3, n).half()).requires_grad_(), far(torch.randn(3, n).half())
         y = softmax(x, dim)
-        note(f"the function, {n} along {dim}", y, torch.softmax(x.double(), dim))
-        y = y.double()
-        want = y * (dy.double() - (y * dy.double()).sum(dim, keepdim=True))
-        note(f"its gradient, {n} along {dim}", torch.autograd.grad(softmax(x, dim), x, dy)[0], want)
-    return wrong, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        agrees(y, reference(x.detach().double(), dim), x.shape[dim])
+        gradients_agree(y, dy, torch.autograd.grad(y, x, dy)[0], dim)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    assert peak < 2**20, f"this was to touch less than 1 GiB, not {peak} KiB"
 
 
 def test_rows_past_2_to_the_31():
-    wrong, peak = in_subprocess(_far_apart, [softmax, week.launch], interpret=True)
-    assert not wrong
-    assert peak < 2**20, "these tests are to touch less than 1 GiB"
+    elsewhere("_far_apart", timeout=100, interpret=True)
 
 
-# --- wrong requests -----------------------------------------------------------------------------------------------------
+def elsewhere(task, timeout, interpret=False):
+    """Run a function of this file in another Python, which can crash or be stopped without taking pytest along."""
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    environment |= {"TRITON_INTERPRET": "1"} if interpret else {}
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(Path(__file__).parent), *filter(None, sys.path)])
+    command = [sys.executable, "-c", f"import test_week01; test_week01.{task}()"]
+    done = subprocess.run(
+        command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=timeout
+    )
+    assert done.returncode == 0, f"status {done.returncode}\n{done.stderr[-4000:]}"
+
+
+# --- wrong requests --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -565,7 +570,7 @@ def test_a_wrong_request_is_refused_in_words(monkeypatch, x, dim, error, says):
         softmax(x, dim)
 
 
-# --- autograd -----------------------------------------------------------------------------------------------------------
+# --- autograd --------------------------------------------------------------------------------------------------------
 
 
 def test_only_the_output_is_held_and_nothing_without_a_gradient():
@@ -645,7 +650,7 @@ def test_a_second_derivative_is_right_or_refused(loss):
     x = draw(3, 20).requires_grad_()
     other = x.detach().double().requires_grad_()
     (want,) = torch.autograd.grad(loss(torch.softmax(other, -1)), other, create_graph=True)
-    penalty = lambda gradient, x: (gradient.square().sum() + 1e-3 * x.sum())  # as a gradient penalty in a loss
+    penalty = lambda gradient, x: gradient.square().sum() + 1e-3 * x.sum()  # as a gradient penalty in a loss
     (want,) = torch.autograd.grad(penalty(want, other), other)
     try:
         (dx,) = torch.autograd.grad(loss(softmax(x)), x, create_graph=True)
@@ -658,9 +663,13 @@ def test_a_second_derivative_is_right_or_refused(loss):
 
 def test_torch_func_is_served_or_refused_in_words():
     x = draw(3, 20)
-    for transform in (torch.func.grad(lambda x: softmax(x).square().sum()), torch.vmap(softmax)):
-        with pytest.raises(RuntimeError, match="setup_context"):
-            transform(x)
+    for transform in (lambda f: torch.func.grad(lambda x: f(x).square().sum()), torch.vmap):
+        try:
+            got = transform(softmax)(x)
+        except RuntimeError as error:
+            assert "setup_context" in str(error) or "softmax" in str(error), error
+        else:
+            assert torch.allclose(got, transform(reference)(x), atol=1e-6)
 
 
 def test_a_negated_view():
@@ -710,7 +719,7 @@ def test_inside_torch_compile():
         assert torch.allclose(got, want)
 
 
-# --- what is moved ------------------------------------------------------------------------------------------------------
+# --- what is moved ---------------------------------------------------------------------------------------------------
 
 PASSES = {"tile": (2, 3), "online": (3, 5), "split": (2, 3)}  # over the tensor, forward and backward
 
@@ -758,7 +767,7 @@ def test_the_lessons_claim():
     assert memory.traffic(week.first_softmax, x).total == 2 * m * n * 4
 
 
-# --- what the compiler makes of it --------------------------------------------------------------------------------------
+# --- what the compiler makes of it -----------------------------------------------------------------------------------
 
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.int64: "i64"}
 COMPILED = {  # the shape (outer, n_cols, inner): whether its loads and stores are 16 bytes wide
@@ -780,9 +789,8 @@ def compile_jobs():
                 _, kernel, _, given, options = recorded(tensors, backward)
                 types = {name: as_type(value) for name, value in given.items()}
                 sizes = {name: value for name, value in options.items() if name != "num_warps"}
-                for target in ("sm_75", "sm_80", "sm_90"):
-                    if target == "sm_80" and (dtype == torch.float32) == backward:
-                        continue  # half of them will do: sm_80 lies between the two
+                newer = {(torch.bfloat16, False): ["sm_90"], (torch.float32, True): ["sm_80"]}
+                for target in ["sm_75", *newer.get((dtype, backward), [])]:
                     name = f"{label.strip()}, {NAMES[dtype]}, {'backward' if backward else 'forward'}"
                     warps = {"num_warps": options["num_warps"]}
                     yield (name, kernel, types | sizes, target, warps), wide
@@ -807,16 +815,7 @@ def test_compiled_code():
     assert not wrong, "\n".join(wrong)
 
 
-# --- on a GPU -----------------------------------------------------------------------------------------------------------
-
-
-def elsewhere(task: str, timeout: int) -> None:
-    """Run a function of this file in a Python that can be stopped: a kernel that waits for ever would take pytest along."""
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(Path(__file__).parent), *filter(None, sys.path)])
-    command = [sys.executable, "-c", f"import test_week01; test_week01.{task}()"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout, stdin=subprocess.DEVNULL)
-    assert done.returncode == 0, done.stderr[-4000:]
+# --- on a GPU --------------------------------------------------------------------------------------------------------
 
 
 def needs_memory(gib):
@@ -846,7 +845,9 @@ def test_gpu_gradients_of_long_rows(layout):
 
 
 @gpu
-@pytest.mark.parametrize(("n", "dtype"), [(1_200_001, torch.float32), (600_001, torch.bfloat16), (2**22, torch.float16)], ids=str)
+@pytest.mark.parametrize(
+    ("n", "dtype"), [(1_200_001, torch.float32), (600_001, torch.bfloat16), (2**22, torch.float16)], ids=str
+)
 def test_gpu_rows_that_no_split_can_hold(n, dtype):
     x = draw(3, n, dtype=dtype)
     assert week.plan((week.as_rows(x, 1), week.as_rows(x, 1)))[0] == "online"
@@ -931,27 +932,25 @@ def test_gpu_more_than_2_to_the_31_rows():
 
 
 def _one_enormous_row():
-    """2^31 - 1 columns: a loop's counter in 32 bits steps past its end and never leaves."""
-    for shape, dim in (((1, 2**31 - 1), 1), ((2**31 - 5, 1), 0)):
-        x = torch.full(shape, -INF, dtype=torch.float16, device="cuda")
-        at = torch.tensor([0, 2**30, 2**31 - 7, x.numel() - 1], device="cuda")
-        x.view(-1)[at] = torch.tensor([0.0, 1.0, 2.0, 3.0], dtype=torch.float16, device="cuda")
-        x.requires_grad_()
-        y = softmax(x, dim)
-        want = torch.softmax(torch.arange(4.0, dtype=torch.float64, device="cuda"), 0)
-        agrees(y.view(-1)[at], want, 4)
-        assert y.count_nonzero() == 4
-        dy = torch.zeros_like(y)
-        dy.view(-1)[at[1]] = 1
-        (dx,) = torch.autograd.grad(y, x, dy)
-        gradients_agree(y.view(-1)[at], dy.view(-1)[at], dx.view(-1)[at])
-        assert dx.count_nonzero() == 4
-        del x, y, dy, dx
+    """2^31 - 1 columns: a loop's counter of 32 bits would step past its end and never leave."""
+    x = torch.full((1, 2**31 - 1), -INF, dtype=torch.float16, device="cuda")
+    at = torch.tensor([0, 2**30, 2**31 - 7, 2**31 - 2], device="cuda")
+    x[0, at] = torch.arange(4.0, dtype=torch.float16, device="cuda")
+    y = softmax(x.requires_grad_())
+    agrees(y[0, at], torch.arange(4.0, dtype=torch.float64, device="cuda").softmax(0), 4)
+    assert y.count_nonzero() == 4
+    dy = torch.zeros_like(y)
+    dy[0, at[1]] = 1
+    for grad in (dy, dy.new_ones(()).expand_as(y)):  # the second is not read along memory: another kernel
+        (dx,) = torch.autograd.grad(y, x, grad, retain_graph=True)
+        gradients_agree(y[0, at], grad[0, at], dx[0, at])
+        assert dx.count_nonzero() <= 4
 
 
 @gpu
 def test_gpu_one_row_of_2_to_the_31_columns():
     needs_memory(40)
+    torch.cuda.empty_cache()
     elsewhere("_one_enormous_row", timeout=120)
 
 
@@ -997,10 +996,11 @@ def test_gpu_in_a_cuda_graph(n):
 @gpu
 def test_gpu_inside_torch_compile():
     torch._dynamo.reset()
-    compiled = torch.compile(lambda x, w: (softmax(x * 2) * w).sum() * 3)
+    function = lambda x, w: (softmax(x * 2) * w).sum() * 3
+    compiled = torch.compile(function)
     for n in (300, 65_536):
         x, w = draw(40, n).requires_grad_(), draw(40, n)
-        got, want = (torch.autograd.grad(f(x, w), x)[0] for f in (compiled, lambda x, w: (softmax(x * 2) * w).sum() * 3))
+        got, want = (torch.autograd.grad(f(x, w), x)[0] for f in (compiled, function))
         assert torch.allclose(got, want, atol=1e-6)
 
 
@@ -1009,22 +1009,3 @@ def test_gpu_peak_memory():
     for n in (1000, 65_536):
         x = draw(2**25 // n, n)
         assert memory.peak_bytes(softmax, x) <= 1.01 * x.nbytes
-
-
-@gpu
-@pytest.mark.parametrize("limits", [False, True], ids=["all together", "a third of them"])
-def test_gpu_a_row_cut_into_as_many_parts_as_ever(limits):
-    """The largest split that `plan` gives here, with the GPU already partly taken by other work."""
-    processors = torch.cuda.get_device_properties(0).multi_processor_count
-    parts = 1 << (processors.bit_length() - 1)
-    x = draw(7, parts * 8000)
-    with contextlib.ExitStack() as stack:
-        if limits:
-            side = torch.cuda.Stream()
-            side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):
-                a = torch.randn(3000, 3000, device=DEVICE)
-                for _ in range(20):
-                    a @ a
-            stack.callback(side.synchronize)
-        both_ways(x)
