@@ -50,6 +50,11 @@ DATASHEETS = {
 }
 
 
+def datasheet(gpu: str) -> Datasheet | None:
+    """The datasheet for a GPU by the name that its driver gives, such as "NVIDIA H100 80GB HBM3", or None."""
+    return next((sheet for name, sheet in DATASHEETS.items() if re.match(rf"{name}\b", gpu)), None)
+
+
 @dataclass(frozen=True)
 class Machine:
     """The machine that a notebook runs on. ``device`` is where its tensors live: ``"cuda"`` or ``"cpu"``."""
@@ -76,8 +81,8 @@ class Machine:
 
     @property
     def datasheet(self) -> Datasheet | None:
-        """The datasheet whose name this GPU's name begins with, or None."""
-        return next((sheet for name, sheet in DATASHEETS.items() if self.name.startswith(name)), None)
+        """The datasheet of this GPU, or None."""
+        return datasheet(self.name)
 
 
 def interpreting() -> bool:

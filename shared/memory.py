@@ -11,17 +11,20 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import weakref
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from shared import cells
 from shared.machine import interpreting, machine
 
-NOT_READ = {"copy_", "fill_", "zero_"}  # in-place operators that only write their target
+ONLY_WRITTEN = ("copy_", "fill_", "zero_", "normal_", "uniform_", "random_", "bernoulli_", "exponential_")  # in place
+RESHAPED = ("t_", "transpose_", "squeeze_", "unsqueeze_", "as_strided_", "detach_", "resize_", "set_")  # nothing moves
 
 
 @dataclass
@@ -38,6 +41,12 @@ class Traffic:
 
 def _tensors(tree) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def _bytes(tensors: list[torch.Tensor]) -> int:
+    """What reading or writing the tensors moves: a dimension of stride 0 repeats what was there already."""
+    distinct = lambda t: math.prod(n if stride or not n else 1 for n, stride in zip(t.shape, t.stride(), strict=True))
+    return sum(distinct(tensor) * tensor.itemsize for tensor in tensors)
 
 
 def _storage(tensor: torch.Tensor) -> int:
@@ -57,10 +66,13 @@ class _Tally(TorchDispatchMode):
         name, mutates = func._schema.name.split("::")[-1], func._schema.is_mutable
         given = {_storage(tensor) for tensor in inputs}
         is_view = not mutates and outputs and all(_storage(tensor) in given for tensor in outputs)
-        if not is_view and not name.startswith(("empty", "new_empty")):
-            read = inputs[1:] if name in NOT_READ else inputs
-            self.traffic.read += sum(tensor.nbytes for tensor in read)
-            self.traffic.written += sum(tensor.nbytes for tensor in outputs)
+        if not is_view and name not in RESHAPED and not name.startswith(("empty", "new_empty")):
+            if name.endswith("_like") or name.startswith("new_"):
+                inputs = []
+            written_to = {argument.name for argument in func._schema.arguments if argument.is_out}
+            filled = inputs[:1] if name in ONLY_WRITTEN else _tensors([(kwargs or {}).get(key) for key in written_to])
+            self.traffic.read += _bytes([tensor for tensor in inputs if not any(tensor is other for other in filled)])
+            self.traffic.written += _bytes(outputs)
         for tensor in outputs:
             if _storage(tensor) not in given:
                 self._follow(tensor.untyped_storage())
@@ -87,30 +99,37 @@ def _watch_kernels(traffic: Traffic):
     from triton.runtime import interpreter
 
     builder, executor = interpreter.InterpreterBuilder, interpreter.GridExecutor
-    names = ("create_masked_load", "create_masked_store", "create_atomic_rmw")
+    names = ("create_masked_load", "create_masked_store", "create_atomic_rmw", "create_atomic_cas")
     saved = {name: getattr(builder, name) for name in names}
     launch = executor.__call__
 
     def load(self, ptrs, mask, *rest, **options):
         out = saved["create_masked_load"](self, ptrs, mask, *rest, **options)
-        traffic.read += int(mask.data.sum()) * out.data.itemsize
+        traffic.read += np.count_nonzero(mask.data) * out.data.itemsize
         return out
 
     def store(self, ptrs, value, mask, *rest):
-        traffic.written += int(mask.data.sum()) * value.data.itemsize
+        traffic.written += np.count_nonzero(mask.data) * value.data.itemsize
         return saved["create_masked_store"](self, ptrs, value, mask, *rest)
 
     def atomic(self, op, ptr, value, mask, *rest):
-        moved = int(mask.data.sum()) * value.data.itemsize
+        swap(np.count_nonzero(mask.data) * value.data.itemsize)
+        return saved["create_atomic_rmw"](self, op, ptr, value, mask, *rest)
+
+    def compare_and_swap(self, ptr, expected, value, *rest):
+        swap(value.data.nbytes)
+        return saved["create_atomic_cas"](self, ptr, expected, value, *rest)
+
+    def swap(moved: int) -> None:
         traffic.read += moved
         traffic.written += moved
-        return saved["create_atomic_rmw"](self, op, ptr, value, mask, *rest)
 
     def call(self, *args, **kwargs):
         with _disable_current_modes():
             return launch(self, *args, **kwargs)
 
-    builder.create_masked_load, builder.create_masked_store, builder.create_atomic_rmw = load, store, atomic
+    for name, method in zip(names, (load, store, atomic, compare_and_swap), strict=True):
+        setattr(builder, name, method)
     executor.__call__ = call
     try:
         yield
@@ -134,7 +153,8 @@ def traffic(function, *args, **kwargs) -> Traffic:
     """
     if interpreting():
         return _count(function, args, kwargs)
-    args, kwargs = torch.utils._pytree.tree_map_only(torch.Tensor, lambda t: t.detach().cpu(), (args, kwargs))
+    copy = lambda tensor: tensor.detach().cpu().requires_grad_(tensor.requires_grad)
+    args, kwargs = tree_map_only(torch.Tensor, copy, (args, kwargs))
     return cells.in_subprocess(_count, function, args, kwargs, interpret=True)
 
 
@@ -158,19 +178,20 @@ def peak_bytes(function, *args, **kwargs) -> int:
 
 
 def held_bytes(function, *args, **kwargs) -> int:
-    """Bytes that autograd holds between forward and backward of ``function``, its inputs' own storage left out.
+    """Bytes that autograd holds between forward and backward of ``function``: activations only.
 
+    Left out, since they exist anyway: the storage of the inputs, and of parameters (leaves that require a gradient).
     At least one input must require a gradient, else nothing is saved and the answer is 0.
     """
     inputs = {_storage(tensor) for tensor in _tensors((args, kwargs))}
-    held: dict[int, int] = {}
+    held: dict[int, torch.UntypedStorage] = {}  # kept, so that no storage is freed and its address used again
 
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        if _storage(tensor) not in inputs:
-            held[_storage(tensor)] = tensor.untyped_storage().nbytes()
-        return tensor
+    def pack(tensor: torch.Tensor) -> None:
+        owner = tensor if tensor._base is None else tensor._base
+        if _storage(tensor) not in inputs and not (owner.is_leaf and owner.requires_grad):
+            held[_storage(tensor)] = tensor.untyped_storage()
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        result = function(*args, **kwargs)  # kept alive, so that no storage is freed and its address used again
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda nothing: nothing):
+        result = function(*args, **kwargs)
     del result
-    return sum(held.values())
+    return sum(storage.nbytes() for storage in held.values())

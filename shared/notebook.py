@@ -25,7 +25,7 @@ from shared.machine import machine
 from shared.results import ratios, recording
 
 __all__ = ["load", "run", "table"]
-NOT_SIZES = {"experiment", "provider", "gpu", "torch", "triton", "date", "gbps", "tflops"}
+NOT_SIZES = {"experiment", "provider", "gpu", "torch", "triton", "date", "gbps", "tflops", "copy_gbps"}
 
 
 def notebooks() -> list[Path]:
@@ -45,10 +45,14 @@ def _speed(folder: Path) -> str:
     if rows.empty:
         return "no speed recorded"
     sizes = [name for name in rows if name not in NOT_SIZES and not name.startswith(("ms", "peak", "held"))]
+    sizes.sort(key=lambda name: name != "dtype")
     found = ratios(rows, sizes)
+    if found.empty:
+        return "no rival recorded"
     best, worst = found.loc[found["ratio"].idxmax()], found.loc[found["ratio"].idxmin()]
-    name = lambda row: " ".join(f"{row[size]:,}" if isinstance(row[size], int) else str(row[size]) for size in sizes)
-    return f"{worst['ratio']:.2f}x ({name(worst)}) to {best['ratio']:.2f}x ({name(best)}) the speed of PyTorch's fastest"
+    label = lambda name, value: value if isinstance(value, str) else f"{name} {value:,}"
+    where = lambda row: ", ".join(label(name, row[name]) for name in sizes)
+    return f"{worst['ratio']:.2f}x ({where(worst)}) to {best['ratio']:.2f}x ({where(best)})"
 
 
 def run(path: Path, *, save: bool = False) -> str:
@@ -58,9 +62,10 @@ def run(path: Path, *, save: bool = False) -> str:
     replaces the file, without timestamps.
     """
     notebook = nbformat.read(path, as_version=4)
-    count, started = len(notebook.cells), time.time()
+    count, started, at = len(notebook.cells), time.time(), [0]
 
     def progress(cell, cell_index):
+        at[0] = cell_index + 1
         if cell.cell_type == "code":
             print(f"  {path.stem}  {time.time() - started:5.1f} s  cell {cell_index + 1} of {count}: {cell.id}", flush=True)
 
@@ -70,12 +75,11 @@ def run(path: Path, *, save: bool = False) -> str:
     )  # fmt: skip
     try:
         client.execute()
-    except (CellExecutionError, CellTimeoutError, DeadKernelError) as error:
-        code = [i for i, cell in enumerate(notebook.cells) if cell.cell_type == "code"]
-        at = max([i for i in code if notebook.cells[i].get("outputs") or notebook.cells[i].execution_count], default=0)
-        failed = next((i for i in code if any(o.output_type == "error" for o in notebook.cells[i].outputs)), at)
-        reason = re.sub(r"\x1b\[[0-9;]*m", "", str(error)).strip().splitlines()[-1:]
-        raise RuntimeError(f"{path.name}, cell {failed + 1}: {type(error).__name__}: {' '.join(reason)}") from error
+    except CellExecutionError as error:
+        said = re.sub(r"\x1b\[[0-9;]*m", "", error.evalue).strip().partition("\n")[0]
+        raise RuntimeError(f"{path.name}, cell {at[0]}: {error.ename}: {said}") from error
+    except (CellTimeoutError, DeadKernelError) as error:
+        raise RuntimeError(f"{path.name}, cell {at[0]}: {type(error).__name__}: {error}") from error
     if save:
         for cell in notebook.cells:
             cell.metadata.pop("execution", None)
@@ -87,7 +91,7 @@ def run(path: Path, *, save: bool = False) -> str:
     kept = [line for line in kept if "so far" not in line]
     verb = kept[0].split()[0].lower() if kept else "recorded"
     names = ", ".join(re.findall(r"'([^']+)'", " ".join(kept))) or "nothing"
-    return f"{len(checks)} checks passed · {_speed(path.parent)} · {verb}: {names} · {time.time() - started:.0f} s"
+    return f"{len(checks)} checks passed · against PyTorch's fastest: {_speed(path.parent)} · {verb}: {names} · {time.time() - started:.0f} s"
 
 
 def table() -> str:
@@ -104,7 +108,9 @@ def table() -> str:
 def write_table(readme: Path = ROOT / "README.md") -> None:
     """Put :func:`table` between the two markers in the README."""
     text = readme.read_text(encoding="utf-8")
-    text = re.sub(r"(<!-- table -->\n).*?(\n<!-- /table -->)", lambda m: m[1] + table() + m[2], text, flags=re.S)
+    text, found = re.subn(r"(<!-- table -->\n).*?(\n<!-- /table -->)", lambda m: m[1] + table() + m[2], text, flags=re.S)
+    if not found:
+        raise ValueError(f"{readme} lacks the lines <!-- table --> and <!-- /table --> between which the table stands")
     readme.write_text(text, encoding="utf-8")
 
 

@@ -42,7 +42,7 @@ def styles(providers) -> dict[str, dict]:
     others = [name for name in dict.fromkeys(providers) if name != OURS]
     look = {OURS: {"color": COLOURS[0], "marker": MARKERS[0], "linewidth": 2.6, "zorder": 3}}
     for index, name in enumerate(others, start=1):
-        look[name] = {"color": COLOURS[index % len(COLOURS)], "marker": MARKERS[index % len(MARKERS)]}
+        look[name] = {"color": COLOURS[index % 7], "marker": MARKERS[(index + index // 7) % 7]}
     return look
 
 
@@ -80,7 +80,8 @@ def lines(rows: pd.DataFrame, x: str, y: str, panel: str, *, titles: dict, xlabe
         plt.setp(ax.get_xticklabels(), rotation=45, ha="right", rotation_mode="anchor", fontsize=8)
         ax.set(title=title, xlabel=xlabel, ylim=(0, None))
     axes[0][0].set_ylabel(y.replace("gbps", "GB/s").replace("tflops", "TFLOPS"))
-    figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside upper left", ncols=5)
+    drawn = {line.get_label(): line for ax in axes[0] for line in ax.get_lines() if line.get_label() in look}
+    figure.legend(drawn.values(), drawn.keys(), loc="outside upper left", ncols=5)
     caption(figure, rows)
 
 

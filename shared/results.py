@@ -24,7 +24,13 @@ def recording(folder: Path, gpu: str | None = None) -> pd.DataFrame:
         gpu = PREFERRED if PREFERRED in files else next(iter(files), None)
     if gpu not in files:
         return pd.DataFrame(columns=["experiment", "provider", "gpu", "torch", "triton", "date"])
-    return pd.read_csv(files[gpu])
+    return _whole(pd.read_csv(files[gpu]))
+
+
+def _whole(rows: pd.DataFrame) -> pd.DataFrame:
+    """Columns of whole numbers as such: a gap makes pandas see floats in them, and sizes must stay exact."""
+    floats = rows.select_dtypes("float")
+    return rows.astype({name: "Int64" for name in floats if (floats[name].dropna() % 1 == 0).all()})
 
 
 def _write(folder: Path, rows: pd.DataFrame, experiment: str) -> Path:
@@ -32,7 +38,7 @@ def _write(folder: Path, rows: pd.DataFrame, experiment: str) -> Path:
     path.parent.mkdir(exist_ok=True)
     old = recording(folder, path.stem)
     kept = old[old["experiment"] != experiment]
-    table = pd.concat([kept, rows], ignore_index=True) if len(kept) else rows
+    table = _whole(pd.concat([kept, rows], ignore_index=True)) if len(kept) else rows
     last = [name for name in ("gpu", "torch", "triton", "date") if name in table]
     table = table[[name for name in table if name not in last] + last]
     unfinished = path.with_suffix(".tmp")

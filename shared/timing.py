@@ -27,8 +27,7 @@ def compare(providers: dict, *, bytes_moved: int | None = None, flops: int | Non
     ``bytes_moved``, the bytes that the operation must move) or ``tflops`` (from ``flops``). ``budget_ms`` of GPU
     time are shared among the providers. One that runs out of memory is left out, by name.
     """
-    if not machine().has_gpu:
-        raise RuntimeError("Times need a GPU; without one, recall a recording (shared.results).")
+    _need_gpu()
     flush = torch.empty(4 * machine().l2_bytes, dtype=torch.uint8, device="cuda")
     running, once = {}, 0.0
     for name, function in providers.items():
@@ -59,6 +58,11 @@ def compare(providers: dict, *, bytes_moved: int | None = None, flops: int | Non
     return rows
 
 
+def _need_gpu() -> None:
+    if not machine().has_gpu:
+        raise RuntimeError("Times need a GPU; without one, recall a recording (shared.results).")
+
+
 def _launch(function, flush: torch.Tensor):
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     flush.zero_()
@@ -72,6 +76,7 @@ def _launch(function, flush: torch.Tensor):
 @cache
 def copy_bandwidth() -> float:
     """This GPU's measured copy bandwidth in GB/s: bytes read plus written, 1 GiB each way (less on a small GPU)."""
+    _need_gpu()
     count = min(2**30, machine().memory_bytes // 8)
     source = torch.randint(256, (count,), dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
@@ -81,6 +86,7 @@ def copy_bandwidth() -> float:
 @cache
 def matmul_rate(dtype: torch.dtype = torch.float16) -> float:
     """This GPU's measured matrix rate in TFLOPS: the best of ``torch.matmul`` at 2048, 4096 and 8192 cubed."""
+    _need_gpu()
     best = 0.0
     for n in (2048, 4096, 8192):
         a, b = (torch.randn(n, n, device="cuda", dtype=dtype) for _ in range(2))
