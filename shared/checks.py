@@ -171,13 +171,13 @@ def compare_all(
     torch.manual_seed(seed)
     report = Report(getattr(function, "__name__", "the kernel"), seed)
     for turn, (case, make) in enumerate(cases.items()):
-        for dtype in dtypes:
+        for shift, dtype in enumerate(dtypes):
             draw = Draw(dtype, machine().device)
             inputs = make(draw)
             try:
                 length = reduction(**inputs) if callable(reduction) else reduction
                 what, share, reason = _run_case(
-                    function, reference, inputs, draw, turn, backward, length, roundings, terms
+                    function, reference, inputs, draw, turn + shift, backward, length, roundings, terms
                 )
             except NotImplementedError:
                 raise

@@ -52,7 +52,7 @@ DATASHEETS = {
 
 def datasheet(gpu: str) -> Datasheet | None:
     """The datasheet for a GPU by the name that its driver gives, such as "NVIDIA H100 80GB HBM3", or None."""
-    return next((sheet for name, sheet in DATASHEETS.items() if re.match(rf"{name}\b", gpu)), None)
+    return next((sheet for name, sheet in DATASHEETS.items() if re.match(rf"{name}\b(?!.*PCI)", gpu, re.I)), None)
 
 
 @dataclass(frozen=True)

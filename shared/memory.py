@@ -186,12 +186,13 @@ def held_bytes(function, *args, **kwargs) -> int:
     inputs = {_storage(tensor) for tensor in _tensors((args, kwargs))}
     held: dict[int, torch.UntypedStorage] = {}  # kept, so that no storage is freed and its address used again
 
-    def pack(tensor: torch.Tensor) -> None:
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
         owner = tensor if tensor._base is None else tensor._base
         if _storage(tensor) not in inputs and not (owner.is_leaf and owner.requires_grad):
             held[_storage(tensor)] = tensor.untyped_storage()
+        return tensor.detach()  # not the tensor itself: a saved output would keep itself alive
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda nothing: nothing):
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         result = function(*args, **kwargs)
     del result
     return sum(storage.nbytes() for storage in held.values())

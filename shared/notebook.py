@@ -1,6 +1,6 @@
 """Load a week's kernels; run notebooks without a browser; record them on a GPU; write the README's table.
 
-    python -m shared.notebook run [WEEK …]      execute (all weeks when none is named), keep nothing
+    python -m shared.notebook run [WEEK …]      execute (all weeks when none is named); the notebook stays as it is
     python -m shared.notebook record [WEEK …]   on a GPU: execute, save the notebooks and results/<gpu>.csv
     python -m shared.notebook table             write the table of results into README.md
 
@@ -75,16 +75,17 @@ def run(path: Path, *, save: bool = False) -> str:
     )  # fmt: skip
     try:
         client.execute()
-    except CellExecutionError as error:
-        said = re.sub(r"\x1b\[[0-9;]*m", "", error.evalue).strip().partition("\n")[0]
-        raise RuntimeError(f"{path.name}, cell {at[0]}: {error.ename}: {said}") from error
-    except (CellTimeoutError, DeadKernelError) as error:
-        raise RuntimeError(f"{path.name}, cell {at[0]}: {type(error).__name__}: {error}") from error
+    except (CellExecutionError, CellTimeoutError, DeadKernelError) as error:
+        kind, said = getattr(error, "ename", type(error).__name__), getattr(error, "evalue", str(error))
+        said = re.sub(r"\x1b\[[0-9;]*m", "", said).strip().partition("\n")[0]
+        raise RuntimeError(f"{path.name}, cell {at[0]}: {kind}: {said}") from error
     if save:
         for cell in notebook.cells:
             cell.metadata.pop("execution", None)
         notebook.metadata = {"kernelspec": notebook.metadata["kernelspec"], "language_info": {"name": "python"}}
-        nbformat.write(notebook, path)
+        unfinished = path.with_suffix(".tmp")
+        nbformat.write(notebook, unfinished)
+        unfinished.replace(path)
     said = [line for cell in notebook.cells for line in _text(cell).splitlines()]
     checks = [line for line in said if line.startswith("Right:")]
     kept = [line.split(",")[0] for line in said if line.startswith(("Recorded ", "Recalled "))]

@@ -38,7 +38,7 @@ def _write(folder: Path, rows: pd.DataFrame, experiment: str) -> Path:
     path.parent.mkdir(exist_ok=True)
     old = recording(folder, path.stem)
     kept = old[old["experiment"] != experiment]
-    table = _whole(pd.concat([kept, rows], ignore_index=True)) if len(kept) else rows
+    table = _whole(pd.concat([kept, rows], ignore_index=True) if len(kept) else rows)
     last = [name for name in ("gpu", "torch", "triton", "date") if name in table]
     table = table[[name for name in table if name not in last] + last]
     unfinished = path.with_suffix(".tmp")
@@ -86,7 +86,7 @@ def ratios(rows: pd.DataFrame, sizes: list[str]) -> pd.DataFrame:
     ``sizes`` names the columns that tell workloads apart. The unfused baseline is no rival.
     """
     found = []
-    for key, group in rows.groupby(sizes, sort=False) if len(rows) else []:
+    for key, group in rows.groupby(sizes, sort=False, dropna=False) if len(rows) else []:
         ours = group[group["provider"] == OURS]
         rivals = group[(group["provider"] != OURS) & ~group["provider"].str.startswith(BASELINE)]
         if len(ours) and len(rivals):

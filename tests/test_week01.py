@@ -238,13 +238,13 @@ def one_after_another(tensors, kind, options, backward=False):
             week.launch(tensors, kind, options, backward)
 
 
-def spread(values, stride, around, offset=0):
-    """The same values in rows `stride` apart, and the memory around them filled with one number."""
+def spread(values, stride, mark):
+    """The same values in rows `stride` apart, and all the memory, filled with `mark` around them."""
     m, n = values.shape
-    around = torch.full((offset + m * stride + 64,), around, dtype=values.dtype, device=values.device)
-    view = around.as_strided((m, n), (stride, 1), offset)
+    everything = torch.full((m * stride + 64,), mark, dtype=values.dtype, device=values.device)
+    view = everything.as_strided((m, n), (stride, 1))
     view.copy_(values)
-    return view, around
+    return view, everything
 
 
 @pytest.mark.parametrize("name", ALONE)
@@ -254,7 +254,7 @@ def test_each_kernel_alone(name):
     align = options.get("ALIGN", 1)
     dtype = torch.float16 if align == 8 or options.get("BLOCK_M") == 4 else torch.float32
     for n in LENGTHS[kind] if options.get("SPLIT", 1) == 1 else LENGTHS[kind][2:]:
-        m, stride = max(5, align + 1), n + 6 - n % 2  # rows an odd number apart: every shift occurs
+        m, stride = max(5, align + 1), n + 5 + n % 2  # rows an odd number apart: every shift occurs
         x, _ = spread(draw(m, n, dtype=dtype), stride, NAN)
         y, memory_of_y = spread(torch.full_like(x, 5), stride + 2 * align, 7.0)
         alone(name, (x, y))
@@ -272,8 +272,8 @@ def test_each_kernel_alone(name):
 @pytest.mark.parametrize("n", [1, 43, 49])
 def test_parts_shorter_than_the_grid_or_empty(n):
     """No GPU of today gets such a plan: it takes 256 multiprocessors. The kernel must still keep to its row."""
-    x, _ = spread(draw(5, n), n + 6 - n % 2, NAN)
-    y, memory_of_y = spread(torch.full_like(x, 5), n + 6 - n % 2, 7.0)
+    x, _ = spread(draw(5, n), n + 5 + n % 2, NAN)
+    y, memory_of_y = spread(torch.full_like(x, 5), n + 5 + n % 2, 7.0)
     alone("split, 4 programs, grid of 4", (x, y))
     agrees(y, reference(x.double()), n)
     assert (memory_of_y == 7).sum() == memory_of_y.numel() - 5 * n, "written outside a row"
@@ -427,7 +427,7 @@ def plan_lengths():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_plan_covers_every_element_once(dtype, backward, multiprocessors):
     for n in plan_lengths():
-        for stride in (n, n + 8):
+        for stride in (n, n + 4):  # in bfloat16 the second shifts the rows of the two tensors unequally
             first, second = unreal(7, n, stride, dtype), unreal(7, n, dtype=dtype)
             tensors = (first, second, first) if backward else (first, second)
             kind, _, grid, given, options = recorded(tensors, backward, multiprocessors)
@@ -443,7 +443,7 @@ def test_a_plan_covers_every_element_once(dtype, backward, multiprocessors):
             assert (stride - n) % align == 0, f"{where}: rows are shifted unequally"
             parts = np.clip(n - np.arange(split) * given["part_cols"], 0, given["part_cols"])
             assert parts.sum() == n, where
-            assert parts.min() >= align, f"{where}: a part of {parts.min()}"
+            assert parts.min() > 0, f"{where}: a program without work"
             assert split == 1 or given["part_cols"] % align == 0, where
             shift = np.arange(align)
             assert ((shift + parts.max()) // align * align).max() <= block, f"{where}: a part outgrows its block"
