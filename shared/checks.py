@@ -144,7 +144,7 @@ def _run_case(function, reference, inputs: dict, draw: Draw, turn: int, backward
     found = []
     for index, (mine, other) in enumerate(zip(got, want, strict=True)):
         if not isinstance(mine, torch.Tensor):
-            return f"output {index}", math.inf, f"a {type(mine).__name__}, expected a tensor"
+            return f"output {index}", math.inf, f"a {type(mine).__name__}, expected a tensor (is a `return` missing?)"
         found.append((f"output {index}", *difference(mine, other, draw.dtype, reduction, 1)))
     if learn and not any(reason for *_, reason in found):
         upstream = [_gradient(out, draw, turn) for out in got]

@@ -105,15 +105,15 @@ def _watch_kernels(traffic: Traffic):
 
     def load(self, ptrs, mask, *rest, **options):
         out = saved["create_masked_load"](self, ptrs, mask, *rest, **options)
-        traffic.read += np.count_nonzero(mask.data) * out.data.itemsize
+        traffic.read += int(np.count_nonzero(mask.data)) * out.data.itemsize
         return out
 
     def store(self, ptrs, value, mask, *rest):
-        traffic.written += np.count_nonzero(mask.data) * value.data.itemsize
+        traffic.written += int(np.count_nonzero(mask.data)) * value.data.itemsize
         return saved["create_masked_store"](self, ptrs, value, mask, *rest)
 
     def atomic(self, op, ptr, value, mask, *rest):
-        swap(np.count_nonzero(mask.data) * value.data.itemsize)
+        swap(int(np.count_nonzero(mask.data)) * value.data.itemsize)
         return saved["create_atomic_rmw"](self, op, ptr, value, mask, *rest)
 
     def compare_and_swap(self, ptr, expected, value, *rest):

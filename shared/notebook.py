@@ -72,6 +72,7 @@ def run(path: Path, *, save: bool = False) -> str:
     client = NotebookClient(
         notebook, timeout=600, kernel_name="python3", record_timing=False,
         resources={"metadata": {"path": str(path.parent)}}, on_cell_start=progress,
+        extra_arguments=["--IPKernelApp.log_level=40"],  # its remark on unencrypted ports is for shared machines
     )  # fmt: skip
     try:
         client.execute()
@@ -92,7 +93,7 @@ def run(path: Path, *, save: bool = False) -> str:
     kept = [line for line in kept if "so far" not in line]
     verb = kept[0].split()[0].lower() if kept else "recorded"
     names = ", ".join(re.findall(r"'([^']+)'", " ".join(kept))) or "nothing"
-    return f"{len(checks)} checks passed · against PyTorch's fastest: {_speed(path.parent)} · {verb}: {names} · {time.time() - started:.0f} s"
+    return f"{len(checks)} check{'s' if len(checks) != 1 else ''} passed · against PyTorch's fastest: {_speed(path.parent)} · {verb}: {names} · {time.time() - started:.0f} s"
 
 
 def table() -> str:
@@ -122,6 +123,7 @@ def main(arguments: list[str] | None = None) -> int:
     chosen = parser.parse_args(arguments)
     if chosen.command == "table":
         write_table()
+        print("README.md: the table of weeks is up to date")
         return 0
     if chosen.command == "record" and not machine().has_gpu:
         print("record needs a GPU that PyTorch can use: it saves measured times, and without one there are none to measure.")

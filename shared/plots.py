@@ -46,10 +46,11 @@ def styles(providers) -> dict[str, dict]:
     return look
 
 
-def caption(figure, rows: pd.DataFrame | None) -> None:
+def caption(figure, rows: pd.DataFrame | None, bands: bool = False) -> None:
     """Write under the figure where its numbers come from."""
     if rows is not None:
-        figure.supxlabel(source(rows), fontsize=8, color="0.35", x=0.99, ha="right")
+        band = "; bands: 20th to 80th percentile" if bands else ""
+        figure.supxlabel(source(rows) + band, fontsize=8, color="0.35", x=0.99, ha="right")
 
 
 def lines(rows: pd.DataFrame, x: str, y: str, panel: str, *, titles: dict, xlabel: str, limits: dict | None = None) -> None:
@@ -73,7 +74,8 @@ def lines(rows: pd.DataFrame, x: str, y: str, panel: str, *, titles: dict, xlabe
                 ax.fill_between(line[x], work / line["ms_p80"], work / line["ms_p20"], color=look[provider]["color"], alpha=0.15)
         for index, (label, height) in enumerate((limits or {}).items()):
             ax.axhline(height, color="0.3", linestyle=["--", ":"][index % 2], linewidth=1.2)
-            ax.annotate(label, (0.01, height), (0, 3), ("axes fraction", "data"), "offset points", fontsize=8, color="0.3")
+            place = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points", "ha": "right"}
+            ax.annotate(label, (1, height), (0, 3), **place, fontsize=8, color="0.3")
         ax.set_xscale("log", base=2)
         ax.set_xticks(sorted(part[x].unique()), minor=False)
         ax.xaxis.set_major_formatter(FuncFormatter(lambda size, _: f"{size:,.0f}"))
@@ -82,7 +84,7 @@ def lines(rows: pd.DataFrame, x: str, y: str, panel: str, *, titles: dict, xlabe
     axes[0][0].set_ylabel(y.replace("gbps", "GB/s").replace("tflops", "TFLOPS"))
     drawn = {line.get_label(): line for ax in axes[0] for line in ax.get_lines() if line.get_label() in look}
     figure.legend(drawn.values(), drawn.keys(), loc="outside upper left", ncols=5)
-    caption(figure, rows)
+    caption(figure, rows, bands="ms_p20" in rows)
 
 
 def bars(table: pd.DataFrame, *, title: str, xlabel: str, rows: pd.DataFrame | None = None) -> None:
@@ -92,7 +94,7 @@ def bars(table: pd.DataFrame, *, title: str, xlabel: str, rows: pd.DataFrame | N
     for index, column in enumerate(table):
         where = np.arange(len(table)) + index * height
         drawn = ax.barh(where, table[column], height * 0.9, color=COLOURS[index], label=column)
-        ax.bar_label(drawn, fmt="{:,.4g}", padding=3, fontsize=9)
+        ax.bar_label(drawn, [f"{value:,.{0 if value >= 100 else 1}f}" for value in table[column]], padding=3, fontsize=9)
     ax.set_yticks(np.arange(len(table)) + 0.4 - height / 2, table.index)
     ax.invert_yaxis()
     ax.margins(x=0.12)

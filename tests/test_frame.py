@@ -351,14 +351,14 @@ def test_run_reports_progress_and_a_verdict_and_keeps_nothing(course, recorded, 
     assert notebook.main(["run"]) == 0
     said = capsys.readouterr().out
     assert "cell 2 of 3" in said and "cell 3 of 3" in said
-    assert re.search(rf"week01_tiny: 1 checks passed · [^·]*{RATIOS}[^·]* · recalled: speed · ", said)
+    assert re.search(rf"week01_tiny: 1 check passed · [^·]*{RATIOS}[^·]* · recalled: speed · ", said)
     assert path.read_bytes() == before
 
 
 def test_a_saved_notebook_has_outputs_and_no_timestamps(course):
     path = write(course, "print('Right: f agrees')", executed=True)
     verdict = notebook.run(path, save=True)
-    assert re.search(r"^1 checks passed · [^·]*no speed recorded · recorded: nothing · ", verdict)
+    assert re.search(r"^1 check passed · [^·]*no speed recorded · recorded: nothing · ", verdict)
     saved = nbformat.read(path, as_version=4)
     assert saved.cells[1].outputs[0].text == "Right: f agrees\n"
     assert saved.cells[1].execution_count == 1
