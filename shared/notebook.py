@@ -52,7 +52,7 @@ def _speed(folder: Path) -> str:
     best, worst = found.loc[found["ratio"].idxmax()], found.loc[found["ratio"].idxmin()]
     label = lambda name, value: value if isinstance(value, str) else f"{name} {value:,}"
     where = lambda row: ", ".join(label(name, row[name]) for name in sizes)
-    return f"{worst['ratio']:.2f}x ({where(worst)}) to {best['ratio']:.2f}x ({where(best)})"
+    return f"{worst['ratio']:.3g}x ({where(worst)}) to {best['ratio']:.3g}x ({where(best)})"
 
 
 def run(path: Path, *, save: bool = False) -> str:
