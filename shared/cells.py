@@ -112,7 +112,7 @@ def _start(interpret: bool):
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     environment |= {"TRITON_INTERPRET": "1"} if interpret else {}
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, sys.path)])
-    words = tempfile.TemporaryFile()
+    words = tempfile.TemporaryFile()  # noqa: SIM115, it lives as long as the process
     command = [sys.executable, "-c", "from shared.cells import _serve; _serve()"]
     pipe = subprocess.PIPE
     return subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, stderr=words), words
@@ -134,8 +134,8 @@ def _serve() -> None:
             return
         try:
             module = execute(texts)
-            find_in = lambda name: operator.attrgetter(name)(module)
-            objects = [find_in(name) for name in paths] if isinstance(paths, list) else find_in(paths)
+            found = [operator.attrgetter(name)(module) for name in (paths if isinstance(paths, list) else [paths])]
+            objects = found if isinstance(paths, list) else found[0]
             answer = pickle.dumps((task(objects, *arguments), None))
         except Exception:
             answer = pickle.dumps((None, "\n" + traceback.format_exc()))

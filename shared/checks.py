@@ -113,7 +113,8 @@ class Report:
             where = f"{first['case']}, {first['dtype']}, {first['what']}: {first['reason']}"
             return f"WRONG: {self.name} fails {total - good} of {total} cases (seed {self.seed}). First: {where}"
         worst = max(row["share"] for row in self.rows)
-        return f"Right: {self.name} agrees with float64 in {good} of {total} cases (worst error {worst:.2f} of its tolerance)"
+        found = f"{good} of {total} cases (worst error {worst:.2f} of its tolerance)"
+        return f"Right: {self.name} agrees with float64 in {found}"
 
     def table(self) -> pd.DataFrame:
         """A row a case, a column a dtype; each number is the worst error as a share of its tolerance."""
@@ -183,7 +184,13 @@ def compare_all(
                 raise
             except Exception as error:  # a case that crashes is a wrong case, and the others still run
                 what, share, reason = "run", math.inf, f"{type(error).__name__}: {error}"
-            row = {"case": case, "dtype": str(dtype).removeprefix("torch."), "what": what, "share": share, "reason": reason}
+            row = {
+                "case": case,
+                "dtype": str(dtype).removeprefix("torch."),
+                "what": what,
+                "share": share,
+                "reason": reason,
+            }
             report.rows.append(row)
     return report
 

@@ -171,9 +171,11 @@ def peak_bytes(function, *args, **kwargs) -> int:
         torch.cuda.reset_peak_memory_stats()
         result = function(*args, **kwargs)
         torch.cuda.synchronize()
+        del result
         return torch.cuda.max_memory_allocated() - before
     with _Tally() as tally:
         result = function(*args, **kwargs)
+    del result
     return tally.peak
 
 

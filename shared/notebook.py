@@ -16,7 +16,6 @@ import time
 from pathlib import Path
 
 import nbformat
-import pandas as pd
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
 
@@ -35,7 +34,9 @@ def notebooks() -> list[Path]:
 
 def _text(cell) -> str:
     """Everything that a cell printed or returned as text."""
-    return "\n".join(out.get("text", "") or out.get("data", {}).get("text/plain", "") for out in cell.get("outputs", []))
+    return "\n".join(
+        out.get("text", "") or out.get("data", {}).get("text/plain", "") for out in cell.get("outputs", [])
+    )
 
 
 def _speed(folder: Path) -> str:
@@ -67,7 +68,10 @@ def run(path: Path, *, save: bool = False) -> str:
     def progress(cell, cell_index):
         at[0] = cell_index + 1
         if cell.cell_type == "code":
-            print(f"  {path.stem}  {time.time() - started:5.1f} s  cell {cell_index + 1} of {count}: {cell.id}", flush=True)
+            print(
+                f"  {path.stem}  {time.time() - started:5.1f} s  cell {cell_index + 1} of {count}: {cell.id}",
+                flush=True,
+            )
 
     client = NotebookClient(
         notebook, timeout=600, kernel_name="python3", record_timing=False,
@@ -93,7 +97,9 @@ def run(path: Path, *, save: bool = False) -> str:
     kept = [line for line in kept if "so far" not in line]
     verb = kept[0].split()[0].lower() if kept else "recorded"
     names = ", ".join(re.findall(r"'([^']+)'", " ".join(kept))) or "nothing"
-    return f"{len(checks)} check{'s' if len(checks) != 1 else ''} passed · against PyTorch's fastest: {_speed(path.parent)} · {verb}: {names} · {time.time() - started:.0f} s"
+    passed = f"{len(checks)} check{'s' if len(checks) != 1 else ''} passed"
+    speed = f"against PyTorch's fastest: {_speed(path.parent)}"
+    return f"{passed} · {speed} · {verb}: {names} · {time.time() - started:.0f} s"
 
 
 def table() -> str:
@@ -110,7 +116,9 @@ def table() -> str:
 def write_table(readme: Path = ROOT / "README.md") -> None:
     """Put :func:`table` between the two markers in the README."""
     text = readme.read_text(encoding="utf-8")
-    text, found = re.subn(r"(<!-- table -->\n).*?(\n<!-- /table -->)", lambda m: m[1] + table() + m[2], text, flags=re.S)
+    text, found = re.subn(
+        r"(<!-- table -->\n).*?(\n<!-- /table -->)", lambda m: m[1] + table() + m[2], text, flags=re.S
+    )
     if not found:
         raise ValueError(f"{readme} lacks the lines <!-- table --> and <!-- /table --> between which the table stands")
     readme.write_text(text, encoding="utf-8")
@@ -126,7 +134,7 @@ def main(arguments: list[str] | None = None) -> int:
         print("README.md: the table of weeks is up to date")
         return 0
     if chosen.command == "record" and not machine().has_gpu:
-        print("record needs a GPU that PyTorch can use: it saves measured times, and without one there are none to measure.")
+        print("record needs a GPU that PyTorch can use: it saves measured times, and without one none can be measured.")
         return 1
     try:
         paths = [find(week) for week in chosen.weeks] or notebooks()

@@ -53,7 +53,9 @@ def caption(figure, rows: pd.DataFrame | None, bands: bool = False) -> None:
         figure.supxlabel(source(rows) + band, fontsize=8, color="0.35", x=0.99, ha="right")
 
 
-def lines(rows: pd.DataFrame, x: str, y: str, panel: str, *, titles: dict, xlabel: str, limits: dict | None = None) -> None:
+def lines(
+    rows: pd.DataFrame, x: str, y: str, panel: str, *, titles: dict, xlabel: str, limits: dict | None = None
+) -> None:
     """A panel for each value of the column ``panel``, a line a provider over ``x`` (log2), ``y`` upwards.
 
     ``titles`` maps a panel's value to its title (say the unit and which way is better), ``limits`` a label to a
@@ -71,7 +73,9 @@ def lines(rows: pd.DataFrame, x: str, y: str, panel: str, *, titles: dict, xlabe
             ax.plot(line[x], line[y], label=provider, **look[provider])
             if {"ms_p20", "ms_p80"} <= set(line):
                 work = line[y] * line["ms"]  # a rate times its time: what the spread of times means for the rate
-                ax.fill_between(line[x], work / line["ms_p80"], work / line["ms_p20"], color=look[provider]["color"], alpha=0.15)
+                ax.fill_between(
+                    line[x], work / line["ms_p80"], work / line["ms_p20"], color=look[provider]["color"], alpha=0.15
+                )
         for index, (label, height) in enumerate((limits or {}).items()):
             ax.axhline(height, color="0.3", linestyle=["--", ":"][index % 2], linewidth=1.2)
             place = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points", "ha": "right"}
@@ -94,7 +98,9 @@ def bars(table: pd.DataFrame, *, title: str, xlabel: str, rows: pd.DataFrame | N
     for index, column in enumerate(table):
         where = np.arange(len(table)) + index * height
         drawn = ax.barh(where, table[column], height * 0.9, color=COLOURS[index], label=column)
-        ax.bar_label(drawn, [f"{value:,.{0 if value >= 100 else 1}f}" for value in table[column]], padding=3, fontsize=9)
+        ax.bar_label(
+            drawn, [f"{value:,.{0 if value >= 100 else 1}f}" for value in table[column]], padding=3, fontsize=9
+        )
     ax.set_yticks(np.arange(len(table)) + 0.4 - height / 2, table.index)
     ax.invert_yaxis()
     ax.margins(x=0.12)
@@ -114,10 +120,29 @@ def roofline(points: pd.DataFrame, roofs: dict[str, tuple[float, float]], *, tit
     figure, ax = plt.subplots(figsize=(7.5, 4.8))
     intensity = np.geomspace(0.1, 10_000, 400)
     for index, (label, (gbps, peak)) in enumerate(roofs.items()):
-        ax.plot(intensity, np.minimum(intensity * gbps / 1000, peak), color="0.25", linestyle=["-", "--", ":", "-."][index % 4])
-        ax.annotate(f"{label}: {peak:,.3g} TFLOPS", (intensity[-1], peak), (-2, 4), textcoords="offset points", ha="right", fontsize=8)
+        ax.plot(
+            intensity,
+            np.minimum(intensity * gbps / 1000, peak),
+            color="0.25",
+            linestyle=["-", "--", ":", "-."][index % 4],
+        )
+        ax.annotate(
+            f"{label}: {peak:,.3g} TFLOPS",
+            (intensity[-1], peak),
+            (-2, 4),
+            textcoords="offset points",
+            ha="right",
+            fontsize=8,
+        )
     for index, point in points.reset_index(drop=True).iterrows():
-        ax.plot(point["intensity"], point["tflops"], MARKERS[index % 7], color=COLOURS[index % 7], markersize=8, label=point["label"])
+        ax.plot(
+            point["intensity"],
+            point["tflops"],
+            MARKERS[index % 7],
+            color=COLOURS[index % 7],
+            markersize=8,
+            label=point["label"],
+        )
     ax.set(xscale="log", yscale="log", xlabel="arithmetic intensity, FLOP per byte", ylabel="TFLOPS", title=title)
     if len(points):
         ax.legend(loc="lower right")
@@ -135,7 +160,7 @@ def passes(columns: dict[str, list[tuple[str, float, float]]], *, unit: str) -> 
 
     ``columns``: program -> steps ``(operator, read, written)`` in ``unit``; an arrow is as thick as its amount.
     """
-    figure, axes = plt.subplots(1, len(columns), figsize=(5.2 * len(columns), 3.6), squeeze=False)
+    _, axes = plt.subplots(1, len(columns), figsize=(5.2 * len(columns), 3.6), squeeze=False)
     deepest = max(len(steps) for steps in columns.values())
     most = max(max(step[1:]) for steps in columns.values() for step in steps)
     for ax, (name, steps) in zip(axes[0], columns.items(), strict=True):
@@ -147,7 +172,14 @@ def passes(columns: dict[str, list[tuple[str, float, float]]], *, unit: str) -> 
         ax.add_patch(memory)
         ax.text(0.8, (1 - deepest) / 2, "GPU memory", rotation=90, ha="center", va="center")
         for row, (operator, read, written) in enumerate(steps):
-            ax.text(7.4, -row - 0.3, operator, ha="center", va="center", bbox={"boxstyle": "round", "fc": "white", "ec": "0.4"})
+            ax.text(
+                7.4,
+                -row - 0.3,
+                operator,
+                ha="center",
+                va="center",
+                bbox={"boxstyle": "round", "fc": "white", "ec": "0.4"},
+            )
             shift = 0.14 if read and written else 0  # a lone arrow points at the middle of its operator
             for word, amount, height, (start, end) in (
                 ("read", read, shift, (1.7, 6.2)),
@@ -157,4 +189,11 @@ def passes(columns: dict[str, list[tuple[str, float, float]]], *, unit: str) -> 
                     y, colour = height - row - 0.3, COLOURS[word == "write"]
                     style = {"arrowstyle": "-|>", "linewidth": 0.8 + 4 * amount / most, "color": colour}
                     ax.annotate("", (end, y), (start, y), arrowprops=style)
-                    ax.text(4, y + (0.2 if height >= 0 else -0.2), f"{word} {amount:,g}", ha="center", va="center", fontsize=8)
+                    ax.text(
+                        4,
+                        y + (0.2 if height >= 0 else -0.2),
+                        f"{word} {amount:,g}",
+                        ha="center",
+                        va="center",
+                        fontsize=8,
+                    )

@@ -91,6 +91,9 @@ def ratios(rows: pd.DataFrame, sizes: list[str]) -> pd.DataFrame:
         rivals = group[(group["provider"] != OURS) & ~group["provider"].str.startswith(BASELINE)]
         if len(ours) and len(rivals):
             best = rivals.loc[rivals["ms"].idxmin()]
-            row = dict(zip(sizes, key, strict=True)) | {"rival": best["provider"], "ratio": best["ms"] / ours["ms"].iloc[0]}
+            row = dict(zip(sizes, key, strict=True)) | {
+                "rival": best["provider"],
+                "ratio": best["ms"] / ours["ms"].iloc[0],
+            }
             found.append(row)
     return pd.DataFrame(found, columns=[*sizes, "rival", "ratio"])

@@ -20,7 +20,9 @@ def fits(nbytes: int, share: float = 0.8) -> bool:
     return nbytes <= share * machine().memory_bytes
 
 
-def compare(providers: dict, *, bytes_moved: int | None = None, flops: int | None = None, budget_ms: float = 300) -> list[dict]:
+def compare(
+    providers: dict, *, bytes_moved: int | None = None, flops: int | None = None, budget_ms: float = 300
+) -> list[dict]:
     """Time each of ``providers`` (name -> function without arguments); one dict a provider.
 
     Keys: ``provider``, ``ms``, ``ms_p20``, ``ms_p80`` (milliseconds), and ``gbps`` (10^9 bytes a second, from
