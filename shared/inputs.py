@@ -22,6 +22,8 @@ def check_tensor(name: str, value, *, dtypes=FLOATS, ndim: tuple[int, int] | Non
     if value.dtype not in dtypes:
         taken = ", ".join(str(dtype) for dtype in dtypes)
         raise TypeError(f"{name} has dtype {value.dtype}; taken: {taken}")
+    if value.is_nested:
+        raise ValueError(f"{name} is a nested tensor; taken: dense tensors (torch.strided)")
     if value.layout != torch.strided:
         raise ValueError(f"{name} has layout {value.layout}; taken: dense tensors (torch.strided)")
     if ndim is not None and not ndim[0] <= value.ndim <= ndim[1]:

@@ -524,7 +524,8 @@ def compile_jobs():
             continue
         layouts = {75: ("NN", "odd"), 80: ("NN", "NT", "TN"), 90: ("NT", "TN")}.get(capability, ("NN",))
         layouts = ("odd",) if capability > 75 and way in ("registers", "no tensor cores") else layouts
-        for layout in layouts if dtype == HALF or capability == 75 else layouts[-1:]:
+        one_will_do = capability > 75 and (dtype == FULL or (capability, way) == (90, "pointers"))
+        for layout in layouts[-1:] if one_will_do else layouts:
             kernel, types = signature(way, dtype, options, layout)
             types |= {} if way == "descriptors" else {"INPUT_PRECISION": precision}
             launch = {name: value for name, value in options.items() if name.islower()}
@@ -566,6 +567,12 @@ def test_compiled_code():
 
 
 # --- on a GPU --------------------------------------------------------------------------------------------------------
+
+
+def test_sides_that_32_bits_cannot_count_are_refused():
+    long = torch.zeros((), dtype=HALF, device=DEVICE).expand(2**31 - 1)
+    with pytest.raises(ValueError, match=r"2147483647.*taken: sides up to 2,147,418,112"):
+        matmul(long[None, :], long[:, None])
 
 
 @gpu
