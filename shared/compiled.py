@@ -27,7 +27,7 @@ def compile_for(kernel, signature: dict, target: str, *, tensor_cores: bool = Tr
 
     kernel: a `@triton.jit` function. signature: for each parameter its type, for a constexpr its value; types are
     "*fp16:16", "i32", "fp32", "tensordesc<fp16[128,64]>" and so on, where ":16" promises divisibility by 16 and ":1"
-    that the value is 1. target: "sm_75" (T4), "sm_80" (A100), "sm_90" (H200). tensor_cores: on sm_75, the lowering of
+    that the value is 1; a pointer that is not given is None. target: "sm_75" (T4), "sm_80" (A100), "sm_90" (H200). tensor_cores: on sm_75, the lowering of
     `shared.turing` rather than stock Triton's. options: Triton's, as num_warps=8, num_stages=3. ValueError for names
     that do not fit the kernel, RuntimeError with the compiler's words when it fails.
     """
@@ -101,9 +101,9 @@ def _specialise(kernel, signature: dict) -> tuple[dict, dict, dict]:
     for parameter in kernel.params:
         value = signature.get(parameter.name, parameter.default)
         kind, _, hint = value.partition(":") if isinstance(value, str) else ("", "", "")
-        if parameter.is_constexpr or hint == "1":
+        if parameter.is_constexpr or hint == "1" or value is None:
             types[parameter.name] = "constexpr"
-            constants[parameter.name] = value if parameter.is_constexpr else 1
+            constants[parameter.name] = 1 if hint == "1" else value
         elif kind and hint in ("", "16"):
             types[parameter.name] = kind
             attributes |= {(parameter.num,): [["tt.divisibility", 16]]} if hint else {}

@@ -40,7 +40,7 @@ def _text(cell) -> str:
 
 
 def _speed(folder: Path) -> str:
-    """The best and the worst ratio of this kernel against PyTorch's fastest, from the recorded ``speed`` rows."""
+    """The best and the worst ratio of this kernel against the fastest rival, from the recorded ``speed`` rows."""
     rows = recording(folder)
     rows = rows[rows["experiment"] == "speed"].dropna(axis="columns", how="all")
     if rows.empty:
@@ -98,13 +98,13 @@ def run(path: Path, *, save: bool = False) -> str:
     verb = kept[0].split()[0].lower() if kept else "recorded"
     names = ", ".join(re.findall(r"'([^']+)'", " ".join(kept))) or "nothing"
     passed = f"{len(checks)} check{'s' if len(checks) != 1 else ''} passed"
-    speed = f"against PyTorch's fastest: {_speed(path.parent)}"
+    speed = f"against the fastest rival: {_speed(path.parent)}"
     return f"{passed} · {speed} · {verb}: {names} · {time.time() - started:.0f} s"
 
 
 def table() -> str:
     """The README's table of weeks, from the recordings: a Markdown table."""
-    rows = ["| week | kernel | against PyTorch's fastest | recorded on |", "|---|---|---|---|"]
+    rows = ["| week | kernel | against the fastest rival | recorded on |", "|---|---|---|---|"]
     for path in notebooks():
         recorded = recording(path.parent)
         where = f"{recorded['gpu'].iloc[0]}, {recorded['date'].max()}" if len(recorded) else "not yet"
