@@ -27,9 +27,10 @@ def compile_for(kernel, signature: dict, target: str, *, tensor_cores: bool = Tr
 
     kernel: a `@triton.jit` function. signature: for each parameter its type, for a constexpr its value; types are
     "*fp16:16", "i32", "fp32", "tensordesc<fp16[128,64]>" and so on, where ":16" promises divisibility by 16 and ":1"
-    that the value is 1; a pointer that is not given is None. target: "sm_75" (T4), "sm_80" (A100), "sm_90" (H200). tensor_cores: on sm_75, the lowering of
-    `shared.turing` rather than stock Triton's. options: Triton's, as num_warps=8, num_stages=3. ValueError for names
-    that do not fit the kernel, RuntimeError with the compiler's words when it fails.
+    that the value is 1; a pointer that is not given is None. target: "sm_75" (T4), "sm_80" (A100), "sm_90" (H200).
+    tensor_cores: on sm_75, the lowering of `shared.turing` rather than stock Triton's. options: Triton's, as
+    num_warps=8, num_stages=3. ValueError for names that do not fit the kernel, RuntimeError with the compiler's words
+    when it fails.
     """
     label = getattr(origin(kernel)[0], "__name__", "kernel")
     return compile_many([(label, kernel, signature, target, {"tensor_cores": tensor_cores, **options})])[0]
