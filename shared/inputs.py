@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from shared.machine import interpreting
 
@@ -24,6 +25,8 @@ def check_tensor(name: str, value, *, dtypes=FLOATS, ndim: tuple[int, int] | Non
         raise TypeError(f"{name} has dtype {value.dtype}; taken: {taken}")
     if value.is_nested:
         raise ValueError(f"{name} is a nested tensor; taken: dense tensors (torch.strided)")
+    if is_traceable_wrapper_subclass(value):
+        raise TypeError(f"{name} is a {type(value).__name__}, which has no memory of its own; taken: plain tensors")
     if value.layout != torch.strided:
         raise ValueError(f"{name} has layout {value.layout}; taken: dense tensors (torch.strided)")
     if ndim is not None and not ndim[0] <= value.ndim <= ndim[1]:
@@ -38,6 +41,12 @@ def check_tensor(name: str, value, *, dtypes=FLOATS, ndim: tuple[int, int] | Non
             raise TypeError(f"{name} has dtype {value.dtype}; taken: {other.dtype}, as {other_name}")
         if value.device != other.device:
             raise ValueError(f"{name} is on {value.device}; taken: {other.device}, as {other_name}")
+
+
+def in_memory(x: torch.Tensor) -> torch.Tensor:
+    """``x`` as a kernel can read it: PyTorch may only have marked it as negated, or as zeros that no memory holds."""
+    x = x.resolve_neg()
+    return x.clone() if x._is_zerotensor() else x
 
 
 def check_dim(name: str, dim, ndim: int) -> int:

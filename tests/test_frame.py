@@ -396,3 +396,10 @@ def test_a_readme_without_markers_is_an_error(course):
     readme.write_text("nothing here\n", encoding="utf-8")
     with pytest.raises(ValueError, match="<!-- table -->"):
         notebook.write_table(readme)
+
+
+def test_a_tensor_that_only_wraps_others_is_refused():
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    with pytest.raises(TypeError, match="x is a TwoTensor, which has no memory of its own"):
+        inputs.check_tensor("x", TwoTensor(torch.ones(2), torch.ones(2)))

@@ -1004,3 +1004,12 @@ def test_gpu_peak_memory():
     for n in (1000, 65_536):
         x = draw(2**25 // n, n)
         assert memory.peak_bytes(softmax, x) <= 1.01 * x.nbytes
+
+
+def test_gradients_and_inputs_that_are_zeros_without_memory():
+    """PyTorch's sgn, and so the second derivative of abs, hands on a tensor of zeros that has no address."""
+    x = draw(3, 20).requires_grad_()
+    (dx,) = torch.autograd.grad(softmax(x).sgn().sum(), x)
+    assert dx.shape == x.shape and (dx == 0).all()
+    nothing = torch._efficientzerotensor((3, 20), device=DEVICE)
+    assert torch.allclose(softmax(nothing), torch.full((3, 20), 1 / 20, device=DEVICE))

@@ -687,3 +687,11 @@ def _as_a_t4():
 @gpu
 def test_gpu_lowered_as_for_a_t4():
     elsewhere("_as_a_t4", 200, TRITON_OVERRIDE_ARCH="sm75")()
+
+
+def test_gradients_and_inputs_that_are_zeros_without_memory():
+    """PyTorch's sgn, and so the second derivative of abs, hands on a tensor of zeros that has no address."""
+    a, b = draw(5, 20).requires_grad_(), draw(20, 7)
+    (da,) = torch.autograd.grad(matmul(a, b).sgn().sum(), a)
+    assert da.shape == a.shape and (da == 0).all()
+    assert (matmul(torch._efficientzerotensor((5, 20), device=DEVICE), b) == 0).all()
