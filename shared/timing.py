@@ -7,6 +7,8 @@ provider's time; CUDA events around the call; the median, with the 20th and 80th
 
 from __future__ import annotations
 
+import importlib
+import warnings
 from functools import cache
 
 import pandas as pd
@@ -18,6 +20,18 @@ from shared.machine import machine
 def fits(nbytes: int, share: float = 0.8) -> bool:
     """True when ``nbytes`` fit into ``share`` of this GPU's memory; use it to choose sizes."""
     return nbytes <= share * machine().memory_bytes
+
+
+def rival(library: str, module: str, name: str):
+    """``name`` of a module of a library that may be missing ("Liger", "liger_kernel.ops.rope", …); None if it is."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what a library remarks on being imported is not about the lesson
+            return getattr(importlib.import_module(module), name)
+    except ImportError:
+        if machine().has_gpu:
+            print(f"{library} is not installed here, and left out")
+        return None
 
 
 def compare(

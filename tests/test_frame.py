@@ -403,3 +403,10 @@ def test_a_tensor_that_only_wraps_others_is_refused():
 
     with pytest.raises(TypeError, match="x is a TwoTensor, which has no memory of its own"):
         inputs.check_tensor("x", TwoTensor(torch.ones(2), torch.ones(2)))
+
+
+def test_a_rival_that_is_missing_is_left_out_by_name(monkeypatch, capsys):
+    assert timing.rival("JSON", "json", "loads") is __import__("json").loads
+    monkeypatch.setattr(timing, "machine", lambda: Machine("NVIDIA H200", "cuda"))
+    assert timing.rival("Nobody", "no_such_library.ops", "f") is None
+    assert "Nobody is not installed here" in capsys.readouterr().out
