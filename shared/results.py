@@ -1,6 +1,6 @@
 """Record and recall: measurements go to ``results/<gpu>.csv`` in the week's folder, and come back from there.
 
-one row per provider, size and experiment: ``experiment, provider, …sizes…, ms, ms_p20, ms_p80, gbps, tflops,
+One row per provider, size and experiment: ``experiment, provider, …sizes…, ms, ms_p20, ms_p80, gbps, tflops,
 peak_mib, …, gpu, torch, triton, date``. A GPU writes only its own file; an experiment replaces its own rows.
 """
 

@@ -1,44 +1,41 @@
 """Week 1's softmax against the kinds of fault that users of such kernels report. The kernels come from the notebook."""
 
-import inspect
-import os
-import resource
-import subprocess
-import sys
 import threading
 import time
-import types
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import triton
 import triton.language as tl
+from common import (
+    DEVICE,
+    DTYPES,
+    LAYOUTS,
+    NAMES,
+    Recorder,
+    as_on_a_gpu,
+    as_type,
+    draw,
+    elsewhere,
+    gpu,
+    needs_memory,
+    on_cpu,
+    quiet,
+    touched_little,
+)
 from torch.utils.checkpoint import checkpoint
 
 from shared import memory
-from shared.cells import ROOT, load
+from shared.cells import load
 from shared.checks import check, difference, poisoned
 from shared.compiled import compile_many
-from shared.machine import interpreting, machine
-from shared.sources import origin
+from shared.machine import interpreting
 
 week = load(1)
 softmax, tell_and_wait, pack, unpack = week.softmax, week.tell_and_wait, week.pack, week.unpack
-DEVICE, DTYPES = machine().device, machine().dtypes
 INF, NAN = float("inf"), float("nan")
-
-on_cpu = pytest.mark.skipif(not interpreting(), reason="looks into Triton's interpreter")
-gpu = pytest.mark.gpu
-pytestmark = [  # of the interpreter's NumPy: inf - inf is meant here
-    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
-    pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning"),
-]
-
-
-def draw(*shape, dtype=torch.float32, scale=1.0):
-    return (torch.randn(shape, device=DEVICE) * scale).to(dtype)
+pytestmark = quiet
 
 
 def reference(x, dim=-1):
@@ -139,25 +136,11 @@ def test_a_number_alone():
         assert torch.autograd.grad(y, x)[0].item() == 0.0
 
 
-GRADIENTS = {
-    "contiguous": lambda m, n: draw(m, n),
-    "of a sum": lambda m, n: draw(1).reshape(()).expand(m, n),
-    "a row, repeated": lambda m, n: draw(n).expand(m, n),
-    "a column, repeated": lambda m, n: draw(m, 1).expand(m, n),
-    "transposed": lambda m, n: draw(n, m).T,
-    "every second column": lambda m, n: draw(m, 2 * n)[:, ::2],
-    "every second row": lambda m, n: draw(2 * m, n)[::2],
-    "rows with a gap of one": lambda m, n: draw(m, n + 1)[:, :n],
-    "rows with a gap of 16 bytes": lambda m, n: draw(m, n + 4)[:, :n],
-    "starts off the 16-byte grid": lambda m, n: draw(m * n + 1)[1:].view(m, n),
-}
-
-
 @pytest.mark.parametrize("n", [50, 1201, 1216, 17_000])
-@pytest.mark.parametrize("layout", GRADIENTS)
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_gradient_may_have_any_strides(layout, n):
     m = 1 if n == 17_000 else 5
-    dy = GRADIENTS[layout](m, n)
+    dy = LAYOUTS[layout](m, n)
     kept = dy.clone()
     both_ways(draw(m, n), dy=dy)
     assert torch.equal(dy, kept)
@@ -386,24 +369,10 @@ def test_words_survive_the_board():
 def recorded(tensors, backward=False, multiprocessors=132):
     """What `launch` would start by `plan` on a GPU with so many multiprocessors: (kernel, grid, arguments, options)."""
     calls = []
-
-    class Recorder:
-        def __init__(self, kernel):
-            self.kernel = kernel
-
-        def __getitem__(self, grid):
-            names = list(inspect.signature(origin(self.kernel)[0]).parameters)
-            return lambda *args, **options: calls.append(
-                (self.kernel, grid, dict(zip(names, args, strict=False)), options)
-            )
-
-    with pytest.MonkeyPatch.context() as patch:
-        limits = types.SimpleNamespace(multi_processor_count=multiprocessors)
-        patch.setattr(torch.cuda, "get_device_properties", lambda device: limits)
-        patch.setattr(week, "interpreting", lambda: False)
+    with as_on_a_gpu(week, multiprocessors) as patch:
         kind, options = week.plan(tensors, backward)
         for name, kernels in week.KERNELS.items():
-            patch.setitem(week.KERNELS, name, tuple(map(Recorder, kernels)))
+            patch.setitem(week.KERNELS, name, tuple(Recorder(kernel, calls) for kernel in kernels))
         week.launch(tensors, kind, options, backward)
     return kind, *calls[0]
 
@@ -514,24 +483,11 @@ def _far_apart():
         y = softmax(x, dim)
         agrees(y, reference(x.detach().double(), dim), x.shape[dim])
         gradients_agree(y, dy, torch.autograd.grad(y, x, dy)[0], dim)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    assert peak < 2**20, f"this was to touch less than 1 GiB, not {peak} KiB"
+    touched_little()
 
 
 def test_rows_past_2_to_the_31():
-    elsewhere("_far_apart", timeout=100, interpret=True)
-
-
-def elsewhere(task, timeout, interpret=False):
-    """Run a function of this file in another Python, which can crash or be stopped without taking pytest along."""
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    environment |= {"TRITON_INTERPRET": "1"} if interpret else {}
-    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(Path(__file__).parent), *filter(None, sys.path)])
-    command = [sys.executable, "-c", f"import test_week01; test_week01.{task}()"]
-    done = subprocess.run(
-        command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=timeout
-    )
-    assert done.returncode == 0, f"status {done.returncode}\n{done.stderr[-4000:]}"
+    elsewhere(_far_apart, timeout=100, TRITON_INTERPRET="1")
 
 
 # --- wrong requests --------------------------------------------------------------------------------------------------
@@ -703,14 +659,17 @@ def test_under_autocast(dtype):
     assert weight.grad.dtype == torch.float32 and weight.grad.isfinite().all() and weight.grad.any()
 
 
+def weighed(x, w):
+    return (softmax(x * 2) * w).sum() * 3
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_inside_torch_compile():
     torch._dynamo.reset()
-    function = lambda x, w: (softmax(x * 2) * w).sum() * 3
-    compiled = torch.compile(function, backend="eager")
+    compiled = torch.compile(weighed, backend="eager")
     for n in (30, 1300):
         x, w = draw(4, n).requires_grad_(), draw(4, n)
-        got, want = (torch.autograd.grad(f(x, w), x)[0] for f in (compiled, function))
+        got, want = (torch.autograd.grad(f(x, w), x)[0] for f in (compiled, weighed))
         assert torch.allclose(got, want)
 
 
@@ -764,7 +723,6 @@ def test_the_lessons_claim():
 
 # --- what the compiler makes of it -----------------------------------------------------------------------------------
 
-NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.int64: "i64"}
 COMPILED = {  # the shape (outer, n_cols, inner): whether its loads and stores are 16 bytes wide
     "short rows": ((4096, 256, 1), True),
     "a row, a program": ((4096, 4096, 1), True),
@@ -791,15 +749,6 @@ def compile_jobs():
                     yield (name, kernel, types | sizes, target, warps), wide
 
 
-def as_type(value):
-    """An argument's type as Triton specialises it."""
-    if value is None:
-        return "i32:1"
-    if isinstance(value, torch.Tensor):
-        return f"*{NAMES[value.dtype]}:16"
-    return "i32:1" if value == 1 else "i32:16" if value % 16 == 0 else "i32"
-
-
 def test_compiled_code():
     jobs = list(compile_jobs())
     wrong = []
@@ -811,11 +760,6 @@ def test_compiled_code():
 
 
 # --- on a GPU --------------------------------------------------------------------------------------------------------
-
-
-def needs_memory(gib):
-    if machine().memory_bytes < gib * 2**30:
-        pytest.skip(f"needs {gib} GiB")
 
 
 SPLIT_ROWS = [(n, torch.float32) for n in (50_257, 65_536, 70_001, 131_072, 500_000)]
@@ -836,7 +780,7 @@ def test_gpu_rows_shared_by_programs(n, dtype):
 @gpu
 @pytest.mark.parametrize("layout", ["of a sum", "every second column", "rows with a gap of one", "a row, repeated"])
 def test_gpu_gradients_of_long_rows(layout):
-    both_ways(draw(40, 70_001), dy=GRADIENTS[layout](40, 70_001))
+    both_ways(draw(40, 70_001), dy=LAYOUTS[layout](40, 70_001))
 
 
 @gpu
@@ -889,7 +833,7 @@ def _streams():
 
 @gpu
 def test_gpu_programs_that_wait_do_not_wait_for_ever():
-    elsewhere("_streams", timeout=60)
+    elsewhere(_streams, timeout=60)
 
 
 @gpu
@@ -945,8 +889,7 @@ def _one_enormous_row():
 @gpu
 def test_gpu_one_row_of_2_to_the_31_columns():
     needs_memory(40)
-    torch.cuda.empty_cache()
-    elsewhere("_one_enormous_row", timeout=60)
+    elsewhere(_one_enormous_row, timeout=60)
 
 
 @gpu
@@ -991,11 +934,10 @@ def test_gpu_in_a_cuda_graph(n):
 @gpu
 def test_gpu_inside_torch_compile():
     torch._dynamo.reset()
-    function = lambda x, w: (softmax(x * 2) * w).sum() * 3
-    compiled = torch.compile(function)
+    compiled = torch.compile(weighed)
     for n in (300, 65_536):
         x, w = draw(40, n).requires_grad_(), draw(40, n)
-        got, want = (torch.autograd.grad(f(x, w), x)[0] for f in (compiled, function))
+        got, want = (torch.autograd.grad(f(x, w), x)[0] for f in (compiled, weighed))
         assert torch.allclose(got, want, atol=1e-6)
 
 

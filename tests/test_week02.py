@@ -3,39 +3,42 @@
 import contextlib
 import inspect
 import itertools
-import os
-import resource
-import subprocess
-import sys
-import types
 from fractions import Fraction
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import triton
+from common import (
+    DEVICE,
+    DTYPES,
+    LAYOUTS,
+    NAMES,
+    Recorder,
+    as_on_a_gpu,
+    as_type,
+    draw,
+    elsewhere,
+    gpu,
+    needs_memory,
+    on_cpu,
+    quiet,
+    touched_little,
+)
 from torch.nn.functional import rms_norm as pytorch_rms_norm
 from torch.utils.checkpoint import checkpoint
 
 from shared import memory
-from shared.cells import ROOT, load
+from shared.cells import load
 from shared.checks import difference, poisoned
 from shared.compiled import compile_many
-from shared.machine import interpreting, machine
+from shared.machine import machine
 from shared.sources import origin
 
 week = load(2)
 rms_norm, add_rms_norm = week.rms_norm, week.add_rms_norm
-DEVICE, DTYPES = machine().device, machine().dtypes
 INF, NAN, EPS = float("inf"), float("nan"), 1e-6
-
-on_cpu = pytest.mark.skipif(not interpreting(), reason="looks into Triton's interpreter")
-gpu = pytest.mark.gpu
-pytestmark = [  # of the interpreter's NumPy: inf - inf is meant here
-    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
-    pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning"),
-]
+pytestmark = quiet
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -45,10 +48,6 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
-
-
-def draw(*shape, dtype=torch.float32, scale=1.0):
-    return (torch.randn(shape, device=DEVICE) * scale).to(dtype)
 
 
 def expected(x, weight=None, eps=EPS, residual=None, dy=None, dtotal=None, total=None):
@@ -204,35 +203,21 @@ def test_a_row_longer_than_tritons_largest_block():
     both_ways(draw(1, 2**20 + 3))
 
 
-GRADIENTS = {
-    "contiguous": lambda m, n: draw(m, n),
-    "of a sum": lambda m, n: draw(1).reshape(()).expand(m, n),
-    "a row, repeated": lambda m, n: draw(n).expand(m, n),
-    "a column, repeated": lambda m, n: draw(m, 1).expand(m, n),
-    "transposed": lambda m, n: draw(n, m).T,
-    "every second column": lambda m, n: draw(m, 2 * n)[:, ::2],
-    "every second row": lambda m, n: draw(2 * m, n)[::2],
-    "rows with a gap of one": lambda m, n: draw(m, n + 1)[:, :n],
-    "rows with a gap of 16 bytes": lambda m, n: draw(m, n + 4)[:, :n],
-    "starts off the 16-byte grid": lambda m, n: draw(m * n + 1)[1:].view(m, n),
-}
-
-
 @pytest.mark.parametrize("n", [50, 1201, 17_000])
-@pytest.mark.parametrize("layout", GRADIENTS)
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_gradient_may_have_any_strides(layout, n):
     m = 4 if n == 17_000 else 5
-    given, plain = GRADIENTS[layout], GRADIENTS["contiguous"]
+    given, plain = LAYOUTS[layout], LAYOUTS["contiguous"]
     x, weight, residual = draw(m, n), draw(n), draw(m, n)
     both_ways(x, weight, dy=given(m, n))
     both_ways(x, weight, residual, dy=plain(m, n), dtotal=given(m, n))
     both_ways(x, weight, residual, dy=given(m, n), dtotal=plain(m, n))
 
 
-@pytest.mark.parametrize("layout", GRADIENTS)
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_residual_may_have_any_strides(layout):
-    both_ways(draw(5, 1201), draw(1201), residual=GRADIENTS[layout](5, 1201))
-    both_ways(GRADIENTS[layout](5, 1201), draw(1201), residual=draw(5, 1201))
+    both_ways(draw(5, 1201), draw(1201), residual=LAYOUTS[layout](5, 1201))
+    both_ways(LAYOUTS[layout](5, 1201), draw(1201), residual=draw(5, 1201))
 
 
 @pytest.mark.parametrize("n", [40, 1300])
@@ -487,33 +472,12 @@ def test_the_sum_of_partial_lines_alone(dtype):
 
 
 @contextlib.contextmanager
-def as_on_a_gpu(multiprocessors=132):
-    """`plan` and `plan_backward` choose as on a GPU with so many multiprocessors."""
-    with pytest.MonkeyPatch.context() as patch:
-        limits = types.SimpleNamespace(multi_processor_count=multiprocessors)
-        patch.setattr(torch.cuda, "get_device_properties", lambda device: limits)
-        patch.setattr(week, "interpreting", lambda: False)
-        yield patch
-
-
-@contextlib.contextmanager
 def recorded(multiprocessors=132):
     """A list that fills with what would be started: (kernel, grid, arguments by name, options)."""
     calls = []
-
-    class Recorder:
-        def __init__(self, kernel):
-            self.kernel = kernel
-
-        def __getitem__(self, grid):
-            names = list(inspect.signature(origin(self.kernel)[0]).parameters)
-            return lambda *args, **options: calls.append(
-                (self.kernel, grid, dict(zip(names, args, strict=False)), options)
-            )
-
-    with as_on_a_gpu(multiprocessors) as patch:
+    with as_on_a_gpu(week, multiprocessors) as patch:
         for name in ("rms_norm", "rms_norm_backward", "rms_norm_backward_long", "add_partials"):
-            patch.setattr(week, f"{name}_kernel", Recorder(getattr(week, f"{name}_kernel")))
+            patch.setattr(week, f"{name}_kernel", Recorder(getattr(week, f"{name}_kernel"), calls))
         yield calls
 
 
@@ -603,7 +567,7 @@ def test_blocks_as_on_a_gpu(shape, multiprocessors):
     n, few = shape[-1], shape[-1] > 4000  # the sum of lines takes a program for every 16 columns
     dtype = torch.float16 if n % 2 else torch.float32
     x, residual = draw(*shape, dtype=dtype, scale=1.4), draw(*shape, dtype=dtype)
-    with as_on_a_gpu(multiprocessors):
+    with as_on_a_gpu(week, multiprocessors):
         both_ways(x, draw(n) if not few else None)
         if few:  # dw without the sum over all of it
             weight = draw(n).requires_grad_()
@@ -740,11 +704,6 @@ def programs_from(first):
         yield
 
 
-def _touched_little():
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    assert peak < 2**20, f"this was to touch less than 1 GiB, not {peak} KiB"
-
-
 class Far:
     """Memory that is reserved and never touched, except for rows 2^30 elements apart.
 
@@ -817,7 +776,7 @@ def _backward_past_2_to_the_31():
     for n in (200, 16_400):
         both_ways(far(n), torch.randn(n), far(n), dy=far(n), dtotal=far(n))
     both_ways(far(40).T, torch.randn(3), dy=far(40).T)
-    _touched_little()
+    touched_little()
 
 
 def _columns_past_2_to_the_31():
@@ -829,7 +788,7 @@ def _columns_past_2_to_the_31():
     with programs_from(2**31 // block):
         week.add_partials_kernel[(7,)](partial, dw, 1, n, BLOCK_M=64, BLOCK_N=block)
     assert torch.equal(dw[-100:], values.half())
-    _touched_little()
+    touched_little()
 
 
 def _lines_past_2_to_the_31():
@@ -840,26 +799,14 @@ def _lines_past_2_to_the_31():
     partial[:, :16] = values
     week.add_partials_kernel[(1,)](partial, dw, 3, n, BLOCK_M=64, BLOCK_N=16)
     agree({"dw": (dw[:16], dw.dtype)}, {"dw": (values.double().sum(0), largest(values), 3)})
-    _touched_little()
+    touched_little()
 
 
 @pytest.mark.parametrize(
-    "task", ["_forward_past_2_to_the_31", "_backward_past_2_to_the_31", "_lines_past_2_to_the_31"]
+    "task", [_forward_past_2_to_the_31, _backward_past_2_to_the_31, _lines_past_2_to_the_31]
 )
 def test_offsets_past_2_to_the_31(task):
-    elsewhere(task, timeout=100, interpret=True)
-
-
-def elsewhere(task, timeout, interpret=False):
-    """Run a function of this file in another Python, which can crash or be stopped without taking pytest along."""
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    environment |= {"TRITON_INTERPRET": "1"} if interpret else {}
-    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(Path(__file__).parent), *filter(None, sys.path)])
-    command = [sys.executable, "-c", f"import test_week02; test_week02.{task}()"]
-    done = subprocess.run(
-        command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=timeout
-    )
-    assert done.returncode == 0, f"status {done.returncode}\n{done.stderr[-4000:]}"
+    elsewhere(task, timeout=100, TRITON_INTERPRET="1")
 
 
 # --- wrong requests --------------------------------------------------------------------------------------------------
@@ -1281,18 +1228,18 @@ def test_a_parameter_and_its_float32_gradient():
     assert torch.allclose(norm.weight.grad, want, atol=1e-4)
 
 
+def both_functions(x, residual, weight):
+    y, total = add_rms_norm(x * 2, residual, weight)
+    return (y * y.detach().cos()).sum() * 3 + (rms_norm(total + 1) * total).sum()
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_inside_torch_compile():
     torch._dynamo.reset()
-
-    def function(x, residual, weight):
-        y, total = add_rms_norm(x * 2, residual, weight)
-        return (y * y.detach().cos()).sum() * 3 + (rms_norm(total + 1) * total).sum()
-
-    compiled = torch.compile(function, backend="eager")
+    compiled = torch.compile(both_functions, backend="eager")
     for n in (30, 1300):
         leaves = [t.requires_grad_() for t in (draw(4, n), draw(4, n), draw(n))]
-        got, want = (torch.autograd.grad(f(*leaves), leaves) for f in (compiled, function))
+        got, want = (torch.autograd.grad(f(*leaves), leaves) for f in (compiled, both_functions))
         assert all(torch.allclose(a, b) for a, b in zip(got, want, strict=True))
 
 
@@ -1385,7 +1332,6 @@ def test_a_view_costs_no_copy():
 
 # --- what the compiler makes of it -----------------------------------------------------------------------------------
 
-NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 SHAPES = {  # rows, columns: whether loads and stores are 16 bytes wide
     "short rows": ((65_536, 256), True),
     "4,096": ((4096, 4096), True),
@@ -1415,24 +1361,15 @@ def compile_jobs():
             if what == "backward" and (dtype == torch.bfloat16 or shape[1] in (12_345, 8192)):
                 continue  # these take a second or two each
             kernel, _, given, options = call
-            kinds = {name: as_type(name, value) for name, value in given.items()}
+            kinds = {name: as_type(value) for name, value in given.items()}
             sizes = {name: value for name, value in options.items() if name != "num_warps"}
             yield (f"{label}, {NAMES[dtype]}, {what}", kernel, kinds | sizes, target,
                    {"num_warps": options["num_warps"]}), wide  # fmt: skip
     with recorded() as calls:
         week.launch_backward(unreal(4096, 4096), unreal(4096, 4096), None, *unreal(2, 4096), True, True)
     kernel, _, given, options = calls[1]
-    kinds = {name: as_type(name, value) for name, value in given.items()}
+    kinds = {name: as_type(value) for name, value in given.items()}
     yield ("sum of lines", kernel, kinds | options, "sm_75", {}), None
-
-
-def as_type(name, value):
-    """An argument's type as Triton specialises it."""
-    if value is None or isinstance(value, float):
-        return None if value is None else "fp32"
-    if isinstance(value, torch.Tensor):
-        return f"*{NAMES[value.dtype]}:16"
-    return "i32:1" if value == 1 else "i32:16" if value % 16 == 0 else "i32"
 
 
 def test_compiled_code():
@@ -1447,12 +1384,6 @@ def test_compiled_code():
 
 
 # --- on a GPU --------------------------------------------------------------------------------------------------------
-
-
-def needs_memory(gib):
-    if machine().memory_bytes < gib * 2**30:
-        pytest.skip(f"needs {gib} GiB")
-    torch.cuda.empty_cache()
 
 
 GPU_SHAPES = [(20_000, 64), (5000, 127), (3000, 1000), (2000, 4096), (1111, 5120), (700, 8191), (600, 8192),
@@ -1470,10 +1401,10 @@ def test_gpu_both_ways_with_more_rows_than_programs(shape, dtype):
 
 
 @gpu
-@pytest.mark.parametrize("layout", GRADIENTS)
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("n", [4096, 16_384, 40_001])
 def test_gpu_gradients_of_any_strides(layout, n):
-    both_ways(draw(300, n), draw(n), draw(300, n), dy=GRADIENTS[layout](300, n), dtotal=GRADIENTS[layout](300, n))
+    both_ways(draw(300, n), draw(n), draw(300, n), dy=LAYOUTS[layout](300, n), dtotal=LAYOUTS[layout](300, n))
 
 
 @gpu
@@ -1590,7 +1521,7 @@ def _one_enormous_row():
 @gpu
 def test_gpu_one_row_of_2_to_the_31_columns():
     needs_memory(40)
-    elsewhere("_one_enormous_row", timeout=120)
+    elsewhere(_one_enormous_row, timeout=120)
 
 
 @gpu
@@ -1662,15 +1593,10 @@ def test_gpu_in_a_cuda_graph(n):
 @pytest.mark.filterwarnings("ignore")
 def test_gpu_inside_torch_compile():
     torch._dynamo.reset()
-
-    def function(x, residual, weight):
-        y, total = add_rms_norm(x * 2, residual, weight)
-        return (y * y.detach().cos()).sum() * 3 + (rms_norm(total + 1) * total).sum()
-
-    compiled = torch.compile(function)
+    compiled = torch.compile(both_functions)
     for n in (300, 20_000):
         leaves = [t.requires_grad_() for t in (draw(40, n), draw(40, n), draw(n))]
-        got, want = (torch.autograd.grad(f(*leaves), leaves) for f in (compiled, function))
+        got, want = (torch.autograd.grad(f(*leaves), leaves) for f in (compiled, both_functions))
         assert all(torch.allclose(a, b, rtol=1e-4, atol=1e-4) for a, b in zip(got, want, strict=True))
 
 

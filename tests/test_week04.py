@@ -1,19 +1,16 @@
 """Week 4's matmul against the kinds of fault that users of such kernels report. The kernels come from the notebook."""
 
 import itertools
-import os
-import resource
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 import triton
 import triton.language as tl
+from common import DEVICE, DTYPES, draw, elsewhere, gpu, on_cpu, quiet, start_elsewhere, touched_little
 
 from shared import memory
-from shared.cells import ROOT, load
+from shared.cells import load
 from shared.checks import check, difference, poisoned
 from shared.compiled import compile_many
 from shared.machine import interpreting, machine
@@ -22,12 +19,9 @@ week = load(4)
 matmul, tile_position, tiled_kernel, persistent_kernel = (
     week.matmul, week.tile_position, week.tiled_kernel, week.persistent_kernel
 )  # fmt: skip
-DEVICE, DTYPES = machine().device, machine().dtypes
 HALF, BRAIN, FULL, NAN = torch.float16, torch.bfloat16, torch.float32, float("nan")
 PROCESSORS = {75: 40, 80: 108, 86: 84, 89: 58, 90: 132, 100: 148}  # of a GPU of each capability
-on_cpu = pytest.mark.skipif(not interpreting(), reason="looks into Triton's interpreter")
-gpu = pytest.mark.gpu
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore:Conversion of an array:DeprecationWarning")
+pytestmark = quiet
 
 
 @pytest.fixture(autouse=True)
@@ -35,10 +29,6 @@ def small_tiles(monkeypatch):
     """The interpreter takes time for each element of a tile, inside the matrix or not."""
     for name in week.INTERPRETER_TILE:
         monkeypatch.setitem(week.INTERPRETER_TILE, name, 64)
-
-
-def draw(*shape, dtype=FULL):
-    return torch.randn(shape, device=DEVICE).to(dtype)
 
 
 def within_nan(values, gap=8):
@@ -336,32 +326,14 @@ def _far_apart():
             last.fill_(NAN)
             week.run_persistent(a, b, c[0], 2**40, **blocks)
             agrees(last, want, 16)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    assert peak < 2**20, f"this was to touch less than 1 GiB, not {peak} KiB"
-
-
-def elsewhere(task, timeout, **environment):
-    """Run a function of this file in another Python, which can crash or be stopped without taking pytest along."""
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | environment
-    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(Path(__file__).parent), *filter(None, sys.path)])
-    command = [sys.executable, "-c", f"import test_week04; test_week04.{task}()"]
-    process = subprocess.Popen(command, env=environment, stdin=-3, stdout=-3, stderr=-1, text=True)
-
-    def wait():
-        try:
-            error = process.communicate(timeout=timeout)[1]
-        finally:
-            process.kill()
-        assert process.returncode == 0, f"status {process.returncode}\n{error[-4000:]}"
-
-    return wait
+    touched_little()
 
 
 @pytest.fixture(scope="module", autouse=True)
 def meanwhile(request):
     """Runs beside the other tests, if it was asked for."""
     asked = any(getattr(item, "originalname", "") == "test_elements_past_2_to_the_31" for item in request.session.items)
-    return elsewhere("_far_apart", 100, TRITON_INTERPRET="1") if asked else None
+    return start_elsewhere(_far_apart, 100, TRITON_INTERPRET="1") if asked else None
 
 
 def test_elements_past_2_to_the_31(meanwhile):
@@ -686,7 +658,7 @@ def _as_a_t4():
 
 @gpu
 def test_gpu_lowered_as_for_a_t4():
-    elsewhere("_as_a_t4", 200, TRITON_OVERRIDE_ARCH="sm75")()
+    elsewhere(_as_a_t4, 200, TRITON_OVERRIDE_ARCH="sm75")
 
 
 def test_gradients_and_inputs_that_are_zeros_without_memory():

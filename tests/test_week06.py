@@ -1,37 +1,39 @@
 """Week 6's RoPE against the kinds of fault that users of such kernels report. The kernels come from the notebook."""
 
-import inspect
 import itertools
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 import triton
+from common import (
+    DEVICE,
+    DTYPES,
+    NAMES,
+    Recorder,
+    as_on_a_gpu,
+    as_type,
+    draw,
+    elsewhere,
+    gpu,
+    needs_memory,
+    on_cpu,
+    quiet,
+    touched_little,
+)
 from torch.utils.checkpoint import checkpoint
 
 from shared import memory
-from shared.cells import ROOT, load
+from shared.cells import load
 from shared.checks import check, compare_all, difference, poisoned
 from shared.compiled import compile_many
-from shared.machine import interpreting, machine
-from shared.sources import origin
+from shared.machine import interpreting
 
 week = load(6)
 apply_rope, rope_tables, rope_unfused = week.apply_rope, week.rope_tables, week.rope_unfused
-DEVICE, DTYPES = machine().device, machine().dtypes
 HALF, BRAIN, FULL, NAN = torch.float16, torch.bfloat16, torch.float32, float("nan")
-on_cpu = pytest.mark.skipif(not interpreting(), reason="looks into Triton's interpreter")
-gpu = pytest.mark.gpu
 both_pairings = pytest.mark.parametrize("interleaved", [False, True], ids=["half-split", "interleaved"])
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore:Conversion of an array:DeprecationWarning")
-
-
-def draw(*shape, dtype=FULL):
-    return torch.randn(shape, device=DEVICE).to(dtype)
+pytestmark = quiet
 
 
 def heads_of(n, B=2, S=9, D=16, dtype=FULL):
@@ -279,19 +281,6 @@ def test_the_first_kernel_and_the_one_that_computes_angles():
 # --- the plan and the launch -----------------------------------------------------------------------------------------
 
 
-class Recorder:
-    """Stands in for the kernel and writes down its launches."""
-
-    def __init__(self, kernel):
-        self.kernel, self.launches = kernel, []
-        self.names = list(inspect.signature(origin(kernel)[0]).parameters)
-
-    def __getitem__(self, grid):
-        return lambda *args, **options: self.launches.append(
-            (grid, dict(zip(self.names, args, strict=False)), options)
-        )
-
-
 class Spy(Recorder):
     """Writes down the launches and lets them happen."""
 
@@ -305,12 +294,11 @@ class Spy(Recorder):
 
 def recorded(query, key, cos, sin, interleaved=False):
     """What `launch` would start by `plan` on a GPU: (grid, arguments, options)."""
-    recorder = Recorder(week.rope_kernel)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(week, "rope_kernel", recorder)
-        patch.setattr(week, "interpreting", lambda: False)
+    launches = []
+    with as_on_a_gpu(week) as patch:
+        patch.setattr(week, "rope_kernel", Recorder(week.rope_kernel, launches))
         week.launch(query, key, cos, sin, torch.empty_like(query), torch.empty_like(key), 1.0, interleaved)
-    return recorder.launches[0]
+    return launches[0][1:]
 
 
 def unreal(B, n, S, D, dtype=BRAIN, by_position=True):
@@ -379,12 +367,12 @@ def test_each_tile_with_nan_around_inputs_and_marks_around_outputs(block_s, inte
 
 def test_one_launch_forward_and_the_same_one_backward(monkeypatch):
     """Only `sign` and the tensors differ, so the backward needs no compilation of its own."""
-    spy = Spy(week.rope_kernel)
+    spy = Spy(week.rope_kernel, [])
     monkeypatch.setattr(week, "rope_kernel", spy)
     query, key = heads_of(3).requires_grad_(), heads_of(2).requires_grad_()
     out = rope(query, key, tables(9, 16))
     torch.autograd.grad(out, (query, key), [torch.randn_like(t) for t in out])
-    (grid, given, options), (other_grid, other, other_options) = spy.launches
+    (_, grid, given, options), (_, other_grid, other, other_options) = spy.launches
     assert grid == other_grid and options == other_options
     numbers, others = ({k: v for k, v in g.items() if not isinstance(v, torch.Tensor)} for g in (given, other))
     assert numbers.pop("sign") == 1.0 and others.pop("sign") == -1.0
@@ -427,19 +415,11 @@ def _far_apart():
     upstream = far(draw(3, 2, 2, 4).half(), 0)
     (got,) = torch.autograd.grad(apply_rope(leaf, leaf.detach(), *given)[0], leaf, upstream)
     agrees(got, turned_back(upstream, upstream, given)[0])
-    peak = int(re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())[1])  # ru_maxrss is the parent's, too
-    assert peak < 2**20, f"this was to touch less than 1 GiB, not {peak} KiB"
+    touched_little()
 
 
 def test_offsets_past_2_to_the_31():
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    environment |= {"TRITON_INTERPRET": "1"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(Path(__file__).parent), *filter(None, sys.path)])
-    command = [sys.executable, "-c", "import test_week06; test_week06._far_apart()"]
-    done = subprocess.run(
-        command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=100
-    )
-    assert done.returncode == 0, f"status {done.returncode}\n{done.stderr[-4000:]}"
+    elsewhere(_far_apart, timeout=100, TRITON_INTERPRET="1")
 
 
 # --- wrong requests --------------------------------------------------------------------------------------------------
@@ -657,14 +637,17 @@ def test_under_autocast(dtype):
     assert weight.grad.dtype == FULL and weight.grad.isfinite().all() and weight.grad.any()
 
 
+def squashed(query, key, cos, sin):
+    return sum((out * out.cos()).sum() for out in apply_rope(query * 2, key, cos, sin))
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_inside_torch_compile():
     torch._dynamo.reset()
-    function = lambda query, key, cos, sin: sum((out * out.cos()).sum() for out in apply_rope(query * 2, key, cos, sin))
-    compiled = torch.compile(function, backend="eager")
+    compiled = torch.compile(squashed, backend="eager")
     for S in (9, 13):
         query, key, given = heads_of(3, S=S).requires_grad_(), heads_of(1, S=S), tables(S, 16)
-        got, want = (torch.autograd.grad(f(query, key, *given), query)[0] for f in (compiled, function))
+        got, want = (torch.autograd.grad(f(query, key, *given), query)[0] for f in (compiled, squashed))
         assert torch.allclose(got, want)
 
 
@@ -721,7 +704,6 @@ def test_the_check_sees_what_users_have_reported():
 
 # --- what the compiler makes of it -----------------------------------------------------------------------------------
 
-NAMES = {FULL: "fp32", BRAIN: "bf16", HALF: "fp16"}
 COMPILED = {  # heads, D, R, interleaved, order in memory
     "Llama 3": (32, 8, 128, 128, False, True),
     "heads before positions": (32, 8, 128, 128, False, False),
@@ -733,15 +715,6 @@ COMPILED = {  # heads, D, R, interleaved, order in memory
 }
 
 
-def as_type(name, value):
-    """An argument's type as Triton specialises it."""
-    if isinstance(value, torch.Tensor):
-        return f"*{NAMES[value.dtype]}:16"
-    if name in ("q_heads", "k_heads"):
-        return "i32"
-    return "fp32" if name == "sign" else "i32:1" if value == 1 else "i32:16" if value % 16 == 0 else "i32"
-
-
 def compile_jobs():
     for name, (q_heads, k_heads, D, R, interleaved, by_position) in COMPILED.items():
         for dtype, targets in ((BRAIN, ("sm_75", "sm_80", "sm_90")), (FULL, ("sm_75",))):
@@ -749,7 +722,8 @@ def compile_jobs():
             table = torch.empty(4096, R, dtype=dtype, device="meta")
             _, given, options = recorded(query, key, table, table, interleaved)
             warps = {"num_warps": options.pop("num_warps")}
-            types = {argument: as_type(argument, value) for argument, value in given.items()}
+            types = {argument: as_type(value) for argument, value in given.items()}
+            types |= dict.fromkeys(("q_heads", "k_heads"), "i32")  # which the kernel does not specialise
             for target in targets:
                 yield f"{name}, {NAMES[dtype]}", week.rope_kernel, types | options, target, warps
 
@@ -773,11 +747,6 @@ def test_compiled_code():
 
 
 # --- on a GPU --------------------------------------------------------------------------------------------------------
-
-
-def needs_memory(gib):
-    if machine().memory_bytes < gib * 2**30:
-        pytest.skip(f"needs {gib} GiB")
 
 
 @gpu
@@ -886,10 +855,9 @@ def test_gpu_in_a_cuda_graph():
 @gpu
 def test_gpu_inside_torch_compile():
     torch._dynamo.reset()
-    function = lambda query, key, cos, sin: sum((out * out.cos()).sum() for out in apply_rope(query * 2, key, cos, sin))
-    compiled = torch.compile(function)
+    compiled = torch.compile(squashed)
     query, key, given = heads_of(3, S=300, D=64).requires_grad_(), heads_of(1, S=300, D=64), tables(300, 64)
-    got, want = (torch.autograd.grad(f(query, key, *given), query)[0] for f in (compiled, function))
+    got, want = (torch.autograd.grad(f(query, key, *given), query)[0] for f in (compiled, squashed))
     assert torch.allclose(got, want, atol=1e-4)
 
 
