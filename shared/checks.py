@@ -131,7 +131,9 @@ def _gradient(out: torch.Tensor, draw: Draw, turn: int) -> torch.Tensor:
     return draw(*out.shape)
 
 
-def _run_case(function, reference, inputs: dict, draw: Draw, turn: int, backward, reduction, roundings, terms):
+def _run_case(
+    function, reference, inputs: dict, draw: Draw, turn: int, backward, reduction, roundings, output_roundings, terms
+):
     """Worst ``(what, share, reason)`` over the outputs, the gradients and the untouched inputs of one case."""
     tensors = {name: value for name, value in inputs.items() if isinstance(value, torch.Tensor)}
     learn = {n: t.detach().requires_grad_() for n, t in tensors.items() if backward and t.is_floating_point()}
@@ -146,7 +148,7 @@ def _run_case(function, reference, inputs: dict, draw: Draw, turn: int, backward
     for index, (mine, other) in enumerate(zip(got, want, strict=True)):
         if not isinstance(mine, torch.Tensor):
             return f"output {index}", math.inf, f"a {type(mine).__name__}, expected a tensor (is a `return` missing?)"
-        found.append((f"output {index}", *difference(mine, other, draw.dtype, reduction, 1)))
+        found.append((f"output {index}", *difference(mine, other, draw.dtype, reduction, output_roundings)))
     if learn and not any(reason for *_, reason in found):
         upstream = [_gradient(out, draw, turn) for out in got]
         kept = [g.clone() for g in upstream]
@@ -165,8 +167,9 @@ def _run_case(function, reference, inputs: dict, draw: Draw, turn: int, backward
 
 
 def compare_all(
-    function, reference, cases: dict, *, dtypes, reduction, roundings=2, terms=None, backward=True, seed=None
-) -> Report:
+    function, reference, cases: dict, *, dtypes, reduction,
+    roundings=2, output_roundings=1, terms=None, backward=True, seed=None,
+) -> Report:  # fmt: skip
     """Run every case in every dtype; see :func:`check`, which also prints and raises."""
     seed = torch.seed() % 2**32 if seed is None else seed
     torch.manual_seed(seed)
@@ -178,7 +181,7 @@ def compare_all(
             try:
                 length = reduction(**inputs) if callable(reduction) else reduction
                 what, share, reason = _run_case(
-                    function, reference, inputs, draw, turn + shift, backward, length, roundings, terms
+                    function, reference, inputs, draw, turn + shift, backward, length, roundings, output_roundings, terms
                 )
             except NotImplementedError:
                 raise
@@ -201,7 +204,8 @@ def check(function, reference, cases: dict, **options) -> pd.DataFrame:
     ``cases`` maps a label to a function of a :class:`Draw` that returns the keyword arguments of one call, for
     example ``{"transposed": lambda draw: {"x": draw(300, 64).T}}``. The reference gets the same arguments in
     float64. Options: ``dtypes``; ``reduction`` (terms summed per element, a number or a function of the
-    arguments); ``roundings`` of the gradients (2 unless told); ``terms`` (a function of the output and its gradient:
+    arguments); ``roundings`` of the gradients (2 unless told) and ``output_roundings`` (1; 2 for a function that rounds
+    in between, as attention does its weights); ``terms`` (a function of the output and its gradient:
     the terms that cancel in the input's gradient, where they do); ``backward`` (compare gradients too; True);
     ``seed`` (to repeat a failure). New memory is filled with NaN before each call, and inputs and incoming
     gradients must come back unchanged. Raises :class:`CheckFailed` naming the first case that is wrong.
