@@ -18,7 +18,7 @@ week = load(3)
 flash_attention = week.flash_attention
 KERNELS = {0: week.forward_kernel, 1: week.query_gradient_kernel, 2: week.key_gradients_kernel}
 pytestmark = quiet
-OPTIONS = {"output_roundings": 2, "terms": lambda out, grad: 4 * grad.abs()}
+OPTIONS = {"roundings": 3, "output_roundings": 2, "terms": lambda out, grad: 4 * grad.abs()}
 
 
 def reference(query, key, value, is_causal=False, scale=None):
