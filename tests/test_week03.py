@@ -2,11 +2,13 @@
 
 import inspect
 import math
+import re
+import tempfile
 
 import pytest
 import torch
 import triton
-from common import DEVICE, DTYPES, LAYOUTS, Recorder, draw, elsewhere, gpu, on_cpu, quiet, touched_little
+from common import DEVICE, DTYPES, Recorder, draw, elsewhere, gpu, on_cpu, quiet, touched_little
 
 from shared.cells import in_subprocess
 from shared.checks import compare_all, difference, poisoned
@@ -26,16 +28,19 @@ def reference(query, key, value, is_causal=False, scale=None):
 
 
 def case(B, q_heads, kv_heads, n_queries, n_keys, head_dim, **more):
-    return lambda draw: {
-        "query": draw(B, q_heads, n_queries, head_dim, scale=4),
-        "key": draw(B, kv_heads, n_keys, head_dim),
-        "value": draw(B, kv_heads, n_keys, head_dim),
-    } | more
+    return lambda draw: (
+        {
+            "query": draw(B, q_heads, n_queries, head_dim, scale=4),
+            "key": draw(B, kv_heads, n_keys, head_dim),
+            "value": draw(B, kv_heads, n_keys, head_dim),
+        }
+        | more
+    )
 
 
-def agree(cases, function=flash_attention, dtypes=DTYPES, **options):
+def agree(cases, dtypes=DTYPES):
     longest = lambda query, key, value, **rest: 2 * max(*query.shape[2:], *key.shape[2:], 1)
-    report = compare_all(function, reference, cases, dtypes=dtypes, reduction=longest, **OPTIONS | options)
+    report = compare_all(flash_attention, reference, cases, dtypes=dtypes, reduction=longest, **OPTIONS)
     assert not report.failures and report.rows, report.verdict
 
 
@@ -101,7 +106,9 @@ def test_lse_is_the_logarithm_of_the_sum():
 def test_large_numbers_and_scores_of_minus_infinity():
     query, key, value = tensors(n_keys=300, grad=False)
     for q, k in ((1e4 * query, 1e4 * key), (1e19 * query.abs(), -1e19 * key.abs())):
-        torch.testing.assert_close(flash_attention(q, k, value), reference(q, k, value), equal_nan=True, atol=1e-3, rtol=1e-3)
+        torch.testing.assert_close(
+            flash_attention(q, k, value), reference(q, k, value), equal_nan=True, atol=1e-3, rtol=1e-3
+        )
     low = key.clone().abs()
     low[:, :, :200] = -math.inf  # scores of the first blocks are -inf, and must not spoil the others
     got = flash_attention(query.abs() + 1, low, value)
@@ -118,10 +125,6 @@ def test_nan_and_infinity_go_where_they_go_in_pytorch(which, poison):
 
 
 # --- layouts ---------------------------------------------------------------------------------------------------------
-
-
-def four_dimensional(layout):
-    return lambda B, H, S, D: torch.stack([LAYOUTS[layout](S, D) for _ in range(B * H)]).view(B, H, S, D)
 
 
 VIEWS = {
@@ -208,7 +211,9 @@ def test_nothing_to_attend_to(shape, launches):
     assert launches == []
 
 
-@pytest.mark.parametrize("which, kernels", [(0, {"query_gradient_kernel"}), (1, {"key_gradients_kernel"}), (2, {"key_gradients_kernel"})])
+@pytest.mark.parametrize(
+    "which, kernels", [(0, {"query_gradient_kernel"}), (1, {"key_gradients_kernel"}), (2, {"key_gradients_kernel"})]
+)
 def test_what_nobody_needs_is_not_computed(which, kernels, launches):
     inputs = tensors(grad=False)
     inputs[which].requires_grad_()
@@ -219,7 +224,7 @@ def test_what_nobody_needs_is_not_computed(which, kernels, launches):
 def test_more_heads_than_a_second_axis_could_count(launches):
     x = draw(1).expand(40_000, 2, 3, 16)
     flash_attention(x, x, x)
-    (_, grid, *_), = launches
+    ((_, grid, *_),) = launches
     assert grid == (80_000,)
 
 
@@ -349,9 +354,9 @@ def test_what_a_descriptor_sees():
     assert [week.describable(view) for view in (*good, *bad)] == 6 * [True] + 5 * [False]
 
 
-def job(way, target, head_dim, kernel, is_causal, **options):
+def job(way, target, head_dim, kernel, is_causal):
     """A kernel as it would be launched for a head of this size, for `compile_many`."""
-    choice = week.configuration(way, head_dim, kernel) | options
+    choice = week.configuration(way, head_dim, kernel)
     constants = {name: choice.pop(name) for name in list(choice) if name.isupper()} | {"IS_CAUSAL": is_causal}
     kind = {"registers": "fp16", "no tensor cores": "fp32"}.get(way, "bf16")
     rows = {"query": "BLOCK_M", "grad": "BLOCK_M", "key": "BLOCK_N", "value": "BLOCK_N"}
@@ -369,7 +374,9 @@ def job(way, target, head_dim, kernel, is_causal, **options):
 
 
 def test_a_t4_gets_its_tensor_cores_without_spills():
-    plans = [(head_dim, kernel, is_causal) for head_dim in (64, 128) for kernel in KERNELS for is_causal in (False, True)]
+    plans = [
+        (head_dim, kernel, is_causal) for head_dim in (64, 128) for kernel in KERNELS for is_causal in (False, True)
+    ]
     jobs = [job("registers", "sm_75", *plan) for plan in plans]
     spills = 0 if triton.__version__.startswith("3.6.") else 16  # Colab has 3.6; 3.9 spills up to 16 bytes at D = 64
     for (label, *_), made in zip(jobs, compile_many(jobs), strict=True):
@@ -390,10 +397,6 @@ def test_tiles_fit_every_kind_of_gpu():
 
 def compile_specialists(kernel, plans):
     """Task for a process of its own: (bytes of stack, PTX) of Step 6's kernel for an H200."""
-    import re
-    import tempfile
-
-    import triton
     from triton.backends.compiler import GPUTarget
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon._runtime import GluonASTSource
@@ -433,17 +436,33 @@ def test_the_specialists_compile_without_spills():
 # --- on a GPU --------------------------------------------------------------------------------------------------------
 
 
+@pytest.fixture
+def used(monkeypatch):
+    """An entry for each launch of the specialists, which still run."""
+    entries, run = [], week.launch_hopper
+    monkeypatch.setattr(week, "launch_hopper", lambda *args: (entries.append(1), run(*args)))
+    return entries
+
+
 @gpu
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_specialists_and_descriptors(head_dim, is_causal, monkeypatch):
-    used, run = [], week.launch_hopper
-    monkeypatch.setattr(week, "launch_hopper", lambda *args: (used.append(1), run(*args)))
-    in_rows = lambda draw: {
-        name: draw(2, 170, heads, head_dim, scale=4 if name == "query" else 1).transpose(1, 2)
-        for name, heads in (("query", 4), ("key", 2), ("value", 2))
-    } | {"is_causal": is_causal}
-    shapes = [(1, 1, 1, 1, 1), (2, 4, 2, 77, 300), (1, 3, 3, 300, 77), (1, 2, 1, 1000, 1000), (1, 2, 2, 1024, 1024), (3, 80, 40, 200, 200)]
+def test_specialists_and_descriptors(head_dim, is_causal, used):
+    in_rows = lambda draw: (
+        {
+            name: draw(2, 170, heads, head_dim, scale=4 if name == "query" else 1).transpose(1, 2)
+            for name, heads in (("query", 4), ("key", 2), ("value", 2))
+        }
+        | {"is_causal": is_causal}
+    )
+    shapes = [
+        (1, 1, 1, 1, 1),
+        (2, 4, 2, 77, 300),
+        (1, 3, 3, 300, 77),
+        (1, 2, 1, 1000, 1000),
+        (1, 2, 2, 1024, 1024),
+        (3, 80, 40, 200, 200),
+    ]
     cases = {str(shape): case(*shape, head_dim, is_causal=is_causal) for shape in shapes} | {"(B, S, H, D)": in_rows}
     agree(cases, dtypes=[torch.float16, torch.bfloat16])
     if torch.cuda.get_device_capability()[0] == 9:
@@ -451,11 +470,9 @@ def test_specialists_and_descriptors(head_dim, is_causal, monkeypatch):
 
 
 @gpu
-def test_who_serves_what(monkeypatch):
+def test_who_serves_what(used):
     if torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("specialists are for compute capability 9.0")
-    used, run = [], week.launch_hopper
-    monkeypatch.setattr(week, "launch_hopper", lambda *args: (used.append(1), run(*args)))
     for dtype, head_dim, view, expected in (
         (torch.bfloat16, 64, lambda x: x, 1), (torch.float32, 64, lambda x: x, 0), (torch.bfloat16, 96, lambda x: x, 0),
         (torch.bfloat16, 128, lambda x: x[:, :1].expand(-1, 2, -1, -1), 0),
