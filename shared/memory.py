@@ -24,6 +24,7 @@ from shared import cells
 from shared.machine import interpreting, machine
 
 ONLY_WRITTEN = ("copy_", "fill_", "zero_", "normal_", "uniform_", "random_", "bernoulli_", "exponential_")  # in place
+PICKING = ("gather", "nll_loss_forward", "nll_loss_backward")  # of their largest input they read one number for each index
 RESHAPED = ("t_", "transpose_", "squeeze_", "unsqueeze_", "as_strided_", "detach_", "resize_", "set_")  # nothing moves
 
 
@@ -69,6 +70,10 @@ class _Tally(TorchDispatchMode):
         if not is_view and name not in RESHAPED and not name.startswith(("empty", "new_empty")):
             if name.endswith("_like") or name.startswith("new_"):
                 inputs = []
+            if name in PICKING:
+                largest = max(inputs, key=torch.numel)
+                inputs = [tensor for tensor in inputs if tensor is not largest]
+                self.traffic.read += max(inputs, key=torch.numel).numel() * largest.itemsize
             written_to = {argument.name for argument in func._schema.arguments if argument.is_out}
             filled = inputs[:1] if name in ONLY_WRITTEN else _tensors([(kwargs or {}).get(key) for key in written_to])
             self.traffic.read += _bytes([tensor for tensor in inputs if not any(tensor is other for other in filled)])

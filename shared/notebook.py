@@ -25,6 +25,7 @@ from shared.results import ratios, recording
 
 __all__ = ["load", "run", "table"]
 NOT_SIZES = {"experiment", "provider", "gpu", "torch", "triton", "date", "gbps", "tflops", "copy_gbps"}
+MEASURED = ("ms", "peak", "held", "extra", "logits")  # how the names of other columns that are no sizes begin
 
 
 def notebooks() -> list[Path]:
@@ -45,7 +46,7 @@ def _speed(folder: Path) -> str:
     rows = rows[rows["experiment"] == "speed"].dropna(axis="columns", how="all")
     if rows.empty:
         return "no speed recorded"
-    sizes = [name for name in rows if name not in NOT_SIZES and not name.startswith(("ms", "peak", "held"))]
+    sizes = [name for name in rows if name not in NOT_SIZES and not name.startswith(MEASURED)]
     sizes.sort(key=lambda name: name != "dtype")
     found = ratios(rows, sizes)
     if found.empty:

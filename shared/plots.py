@@ -160,8 +160,8 @@ def passes(columns: dict[str, list[tuple[str, float, float]]], *, unit: str) -> 
 
     ``columns``: program -> steps ``(operator, read, written)`` in ``unit``; an arrow is as thick as its amount.
     """
-    _, axes = plt.subplots(1, len(columns), figsize=(5.2 * len(columns), 3.6), squeeze=False)
     deepest = max(len(steps) for steps in columns.values())
+    _, axes = plt.subplots(1, len(columns), figsize=(5.2 * len(columns), max(3.6, 0.55 * deepest)), squeeze=False)
     most = max(max(step[1:]) for steps in columns.values() for step in steps)
     for ax, (name, steps) in zip(axes[0], columns.items(), strict=True):
         ax.axis("off")
