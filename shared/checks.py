@@ -181,7 +181,16 @@ def compare_all(
             try:
                 length = reduction(**inputs) if callable(reduction) else reduction
                 what, share, reason = _run_case(
-                    function, reference, inputs, draw, turn + shift, backward, length, roundings, output_roundings, terms
+                    function,
+                    reference,
+                    inputs,
+                    draw,
+                    turn + shift,
+                    backward,
+                    length,
+                    roundings,
+                    output_roundings,
+                    terms,
                 )
             except NotImplementedError:
                 raise

@@ -1,13 +1,15 @@
 """How fast? Providers timed side by side on the GPU, in one run, on the same inputs.
 
-Method: providers take turns (so that a drift of the clocks hits all alike); before each call the L2 cache is
-overwritten and the GPU is kept busy for a moment, so that Python's launch overhead stays out of every
-provider's time; CUDA events around the call; the median, with the 20th and 80th percentile, of 10 to 100 turns.
+Method: providers take turns, in an order drawn anew each time (so that a drift of the clocks hits all alike, and
+nobody always follows one that has let the GPU cool down); before each call the L2 cache is overwritten and the GPU is
+kept busy for a moment, so that Python's launch overhead stays out of every provider's time; CUDA events around the
+call; the median, with the 20th and 80th percentile, of 10 to 100 turns.
 """
 
 from __future__ import annotations
 
 import importlib
+import random
 import warnings
 from functools import cache
 
@@ -59,8 +61,8 @@ def compare(
     turns = int(min(max(budget_ms / max(once, 1e-3), 10), 100))
     events = {name: [] for name in running}
     for _ in range(turns):
-        for name, function in running.items():
-            events[name].append(_launch(function, flush))
+        for name in random.sample(list(running), len(running)):
+            events[name].append(_launch(running[name], flush))
     torch.cuda.synchronize()
     rows = []
     for name, pairs in events.items():
