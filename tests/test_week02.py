@@ -802,9 +802,7 @@ def _lines_past_2_to_the_31():
     touched_little()
 
 
-@pytest.mark.parametrize(
-    "task", [_forward_past_2_to_the_31, _backward_past_2_to_the_31, _lines_past_2_to_the_31]
-)
+@pytest.mark.parametrize("task", [_forward_past_2_to_the_31, _backward_past_2_to_the_31, _lines_past_2_to_the_31])
 def test_offsets_past_2_to_the_31(task):
     elsewhere(task, timeout=100, TRITON_INTERPRET="1")
 

@@ -155,9 +155,7 @@ def cases(interleaved):
         "tables expanded over texts": case(
             made=lambda: tuple(t.expand(2, 17, 16) for t in any_tables(1, 17, 16)), **same
         ),
-        "cosines expanded over texts": case(
-            made=lambda: (draw(1, 17, 16).expand(2, 17, 16), draw(2, 17, 16)), **same
-        ),
+        "cosines expanded over texts": case(made=lambda: (draw(1, 17, 16).expand(2, 17, 16), draw(2, 17, 16)), **same),
         "tables transposed and sliced": case(made=lambda: (draw(16, 17).T, draw(34, 32)[::2, ::2]), **same),
         "no texts": case(B=0, **same),
         "no positions": case(S=0, **same),

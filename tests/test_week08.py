@@ -494,7 +494,10 @@ def test_gpu_the_weights_gradient_does_not_drift(H, V, dtype, tolerance):
 @pytest.mark.parametrize("V", [1001, 128_256])
 def test_gpu_sizes_of_models(V, dtype):
     inputs = tensors(500, 520, V, dtype=dtype, ignored=4)
-    compare(inputs, chunk_size=128)
+    scaled = (
+        torch.tensor(4096.0, device=DEVICE) if dtype == HALF else None
+    )  # else float16 has no numbers for most of the gradient
+    compare(inputs, scaled, chunk_size=128)
     compare(inputs, draw(500), chunk_size=128, reduction="none", label_smoothing=0.1)
 
 
