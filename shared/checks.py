@@ -181,17 +181,9 @@ def compare_all(
             try:
                 length = reduction(**inputs) if callable(reduction) else reduction
                 what, share, reason = _run_case(
-                    function,
-                    reference,
-                    inputs,
-                    draw,
-                    turn + shift,
-                    backward,
-                    length,
-                    roundings,
-                    output_roundings,
+                    function, reference, inputs, draw, turn + shift, backward, length, roundings, output_roundings,
                     terms,
-                )
+                )  # fmt: skip
             except NotImplementedError:
                 raise
             except Exception as error:  # a case that crashes is a wrong case, and the others still run

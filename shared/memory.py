@@ -24,11 +24,7 @@ from shared import cells
 from shared.machine import interpreting, machine
 
 ONLY_WRITTEN = ("copy_", "fill_", "zero_", "normal_", "uniform_", "random_", "bernoulli_", "exponential_")  # in place
-PICKING = (
-    "gather",
-    "nll_loss_forward",
-    "nll_loss_backward",
-)  # of their largest input they read one number for each index
+PICKING = ("gather", "nll_loss_forward", "nll_loss_backward")  # of the largest input, one number for each index
 RESHAPED = ("t_", "transpose_", "squeeze_", "unsqueeze_", "as_strided_", "detach_", "resize_", "set_")  # nothing moves
 
 
