@@ -49,6 +49,13 @@ def in_memory(x: torch.Tensor) -> torch.Tensor:
     return x.clone() if x._is_zerotensor() else x
 
 
+def autocast_dtype(x) -> torch.dtype | None:
+    """The dtype that torch.autocast asks for on the device of ``x``; None without it, or if ``x`` is no tensor."""
+    if not isinstance(x, torch.Tensor) or x.device.type not in ("cpu", "cuda"):
+        return None
+    return torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else None
+
+
 def check_dim(name: str, dim, ndim: int) -> int:
     """``dim`` counted from the front, for a tensor of ``ndim`` dimensions. TypeError or ValueError if it is none."""
     if not isinstance(dim, int) or isinstance(dim, bool):

@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import math
 import weakref
 from dataclasses import dataclass
@@ -144,6 +145,25 @@ def _watch_kernels(traffic: Traffic):
             setattr(builder, name, method)
 
 
+@contextlib.contextmanager
+def _tidy_kernels():
+    """Collect garbage after each launch: the interpreter leaves its arguments in cycles, and they would count."""
+    from triton.runtime import interpreter
+
+    executor = interpreter.GridExecutor
+    launch = executor.__call__
+
+    def call(self, *args, **kwargs):
+        launch(self, *args, **kwargs)
+        gc.collect()
+
+    executor.__call__ = call
+    try:
+        yield
+    finally:
+        executor.__call__ = launch
+
+
 def _count(function, args: tuple, kwargs: dict) -> Traffic:
     with _Tally() as tally, _watch_kernels(tally.traffic):
         function(*args, **kwargs)
@@ -178,7 +198,7 @@ def peak_bytes(function, *args, **kwargs) -> int:
         torch.cuda.synchronize()
         del result
         return torch.cuda.max_memory_allocated() - before
-    with _Tally() as tally:
+    with _Tally() as tally, _tidy_kernels():
         result = function(*args, **kwargs)
     del result
     return tally.peak

@@ -98,9 +98,8 @@ def bars(table: pd.DataFrame, *, title: str, xlabel: str, rows: pd.DataFrame | N
     for index, column in enumerate(table):
         where = np.arange(len(table)) + index * height
         drawn = ax.barh(where, table[column], height * 0.9, color=COLOURS[index], label=column)
-        ax.bar_label(
-            drawn, [f"{value:,.{0 if value >= 100 else 1}f}" for value in table[column]], padding=3, fontsize=9
-        )
+        labels = [f"{value:,.0f}" if value >= 100 else f"{value:.3g}" for value in table[column]]
+        ax.bar_label(drawn, labels, padding=3, fontsize=9)
     ax.set_yticks(np.arange(len(table)) + 0.4 - height / 2, table.index)
     ax.invert_yaxis()
     ax.margins(x=0.12)
