@@ -55,7 +55,8 @@ def load(week: int | str) -> ModuleType:
 @cache
 def _load(notebook: Path, _changed: int) -> ModuleType:
     cells = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
-    texts = ["".join(cell["source"]) for cell in cells if "kernel" in cell["metadata"].get("tags", [])]
+    # as IPython keeps them, with a last line break: a kernel that the notebook has compiled is found in the cache
+    texts = ["".join(cell["source"]) + "\n" for cell in cells if "kernel" in cell["metadata"].get("tags", [])]
     if not texts:
         raise ValueError(f"{notebook.relative_to(ROOT)} has no cell tagged `kernel`")
     return execute(texts, notebook.parent.name)

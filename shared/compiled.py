@@ -77,7 +77,9 @@ def _compile(job: tuple) -> Compiled | str:
     turing.enable() if options.pop("tensor_cores", True) and gpu.arch == 75 else turing.disable()
     try:
         source = triton.compiler.ASTSource(kernel, *_specialise(kernel, signature))
-        made = triton.compile(source, target=gpu, options=options)
+        triton.knobs.nvidia.dump_ptxas_log = True
+        with contextlib.redirect_stdout(log := io.StringIO()):
+            made = triton.compile(source, target=gpu, options=options)
     except Exception as error:  # in words: some of Triton's exceptions do not survive the way between processes
         return f"{label} for {target}: {type(error).__name__}: {error}"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -85,14 +87,13 @@ def _compile(job: tuple) -> Compiled | str:
         file.flush()
         usage, sass = _tool("cuobjdump", "-res-usage", file.name), _tool("nvdisasm", "-c", file.name)
     registers, stack = re.search(rf"Function {made.metadata.name}:\s+REG:(\d+) STACK:(\d+)", usage).groups()
-    spilled, log = 0, io.StringIO()
-    if int(stack):  # of spilled registers, or only of the kernel's own arrays? What ptxas says as it runs again
+    if int(stack) and not log.getvalue():  # from the cache: ptxas runs again
         backend, stages = triton.compiler.make_backend(gpu), {}
         backend.add_stages(stages, backend.parse_options(options), source.language)
-        triton.knobs.nvidia.dump_ptxas_log = True
         with contextlib.redirect_stdout(log):
             stages["cubin"](made.asm["ptx"], {})
-        spilled = sum(map(int, re.findall(r"(\d+) bytes spill stores", log.getvalue())))
+    # The stack holds spilled registers, or only the kernel's own arrays: ptxas says which.
+    spilled = sum(map(int, re.findall(r"(\d+) bytes spill stores", log.getvalue()))) if int(stack) else 0
     return Compiled(target, made.asm["ptx"], sass, int(registers), made.metadata.shared, spilled)
 
 
