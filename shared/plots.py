@@ -93,12 +93,13 @@ def lines(
 
 def bars(table: pd.DataFrame, *, title: str, xlabel: str, rows: pd.DataFrame | None = None) -> None:
     """Horizontal bars, a group a row of ``table`` and a bar a column, each labelled with its value."""
-    height = 0.8 / len(table.columns)
+    height, largest = 0.8 / len(table.columns), table.max().max()
+    digits = 2 if largest >= 10 else 3
     figure, ax = plt.subplots(figsize=(7.5, 0.8 + 0.42 * table.size))
     for index, column in enumerate(table):
         where = np.arange(len(table)) + index * height
         drawn = ax.barh(where, table[column], height * 0.9, color=COLOURS[index], label=column)
-        labels = [f"{value:,.0f}" if value >= 100 else f"{value:.3g}" for value in table[column]]
+        labels = [f"{value:,.0f}" if largest >= 100 else f"{round(value, digits):g}" for value in table[column]]
         ax.bar_label(drawn, labels, padding=3, fontsize=9)
     ax.set_yticks(np.arange(len(table)) + 0.4 - height / 2, table.index)
     ax.invert_yaxis()

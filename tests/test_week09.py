@@ -863,7 +863,7 @@ WRONG = {
     "gate turned": ((X, G.T, G.T, DOWN), ValueError, "x has 4 features.*6, as w_gate"),
     "up of other columns": ((X, G, G[:, :3], DOWN), ValueError, r"w_up has shape \(6, 3\).*\(6, 4\), as w_gate"),
     "up of other rows": ((X, G, G[:1], DOWN), ValueError, r"w_up has shape \(1, 4\).*\(6, 4\), as w_gate"),
-    "down turned": ((X, G, G, DOWN.T), ValueError, r"w_down has shape \(6, 5\).*6\), as w_gate has rows"),
+    "down turned": ((X, G, G, DOWN.T), ValueError, "w_down has 5 columns; taken: 6, as w_gate has rows"),
     "x elsewhere": ((X.to("meta"), G, G, DOWN), ValueError, "x is on meta"),
     "gate elsewhere": ((X, G.to("meta"), G, DOWN), ValueError, "w_gate is on meta"),
     "up elsewhere": ((X, G, G.to("meta"), DOWN), ValueError, "w_up is on meta"),
