@@ -1,5 +1,6 @@
 """Week 5's quantised weights and their product with a few rows: packing, rounding, both kernels, what is moved."""
 
+import dataclasses
 import itertools
 import math
 import warnings
@@ -459,12 +460,12 @@ def test_any_strides_of_the_bias():
         agrees(quantised_linear(x, qweight, bias), x, qweight, bias)
 
 
-@pytest.mark.parametrize("bits", [4, 8])
+@every_mode
 @pytest.mark.parametrize("value", [INF, -INF, NAN])
-def test_infinity_and_nan_come_through(value, bits):
+def test_infinity_and_nan_come_through(value, bits, symmetric):
     """Infinite or NaN as the dequantised product, and only in their own row."""
     for M in (1, 3):
-        x, qweight, _ = problem(M, 70, 200, bits, 64)
+        x, qweight, _ = problem(M, 70, 200, bits, 64, symmetric=symmetric)
         x[0, 150] = value
         got, want = quantised_linear(x, qweight), F.linear(x.double(), qweight.dequantise(torch.float64))
         assert torch.equal(got.isnan(), want.isnan()) and torch.equal(got.isinf(), want.isinf())
@@ -632,6 +633,26 @@ def test_which_kernel():
             assert week.plan(x, qweight)[0] is wanted, (capability, dtype, M, N, bits, group_size)
 
 
+def test_a_forward_mode_tangent_is_not_lost():
+    x, qweight, bias = problem(2, 20, 70, bias=True)
+    with torch.autograd.forward_ad.dual_level():
+        with pytest.raises(ValueError, match="x carries a forward-mode tangent"):
+            quantised_linear(torch.autograd.forward_ad.make_dual(x, x), qweight)
+        with pytest.raises(ValueError, match="bias carries a forward-mode tangent"):
+            quantised_linear(x, qweight, torch.autograd.forward_ad.make_dual(bias, bias))
+
+
+@pytest.mark.parametrize("name", ["codes", "scales", "zeros"])
+def test_a_weight_put_together_anew_is_looked_at(name):
+    x, qweight, _ = problem(1, 24, 300, 4, 32, symmetric=False)
+    part = getattr(qweight, name)
+    turned = part.transpose(0, 1).contiguous().transpose(0, 1)
+    with pytest.raises(ValueError, match=f"qweight has {name} with strides"):
+        quantised_linear(x, dataclasses.replace(qweight, **{name: turned}))
+    with pytest.raises(ValueError, match=rf"qweight is on meta \({name}\)"):
+        quantised_linear(x, dataclasses.replace(qweight, **{name: part.to("meta")}))
+
+
 # --- what is moved ---------------------------------------------------------------------------------------------------
 
 
@@ -646,14 +667,15 @@ def test_no_dequantised_weight_is_written(bits, symmetric):
 @on_cpu
 @every_mode
 def test_bytes_moved(bits, symmetric):
-    """The codes once for all rows of x, or once for each; a scale (and zero) each step, or each chunk."""
+    """The codes once for all rows of x, or once for each; a scale each step, or each chunk, a zero each chunk."""
     N, K, M = 128, 512, 2
     x, qweight, bias = problem(M, N, K, bits, 128, symmetric, bias=True)
-    one = 2 + (not symmetric)  # bytes of a scale and a zero
-    for use_dot, times, scales in ((True, 1, N * K * bits // 512), (False, M, N * K * bits // 128)):
+    chunks = N * K * bits // 128
+    for use_dot, times in ((True, 1), (False, M)):
+        beside = 2 * (chunks // 4 if use_dot else chunks) + (0 if symmetric else chunks)
         kernel, grid, *others = week.plan(x, qweight, use_dot=use_dot)
         moved = memory.traffic(week.launch, x, qweight, bias, (kernel, (*grid[:-1], 1), *others))
-        weights = times * (qweight.codes.nbytes + bias.nbytes) + times * one * scales
+        weights = times * (qweight.codes.nbytes + bias.nbytes + beside)
         each, rest = divmod(moved.read - weights, grid[0] * x.nbytes)  # in a program, eight rows ask for x at most
         assert rest == 0 and 1 <= each <= (1 if use_dot else 8) and moved.written == M * N * 2
 
@@ -715,15 +737,16 @@ def type_of(value):
 
 
 def compile_jobs():
-    """What `plan` gives a GPU with 4,096 columns in groups of 128; the same code serves any number of rows."""
+    """What `plan` gives a GPU with 4,096 columns, in groups of 128 unless told; the code serves any number of rows."""
     done = set()
-    for target, dtype, bits, zeros, M, N in [
+    for target, dtype, bits, zeros, M, N, *group in [
         *(("sm_75", HALF, bits, False, M, 4096) for bits, M in ((4, 1), (8, 1), (8, 16))),
         *(("sm_80", BRAIN, bits, bits == 4, M, 4096) for bits, M in ((4, 1), (8, 1), (4, 2))),
         *(("sm_90", BRAIN, bits, False, M, 4096) for bits, M in ((4, 1), (8, 1), (8, 8), (4, 16))),
         ("sm_75", HALF, 4, True, 1, 128_256), ("sm_90", HALF, 4, False, 1, 128_256),
+        ("sm_75", HALF, 4, True, 12, 128_256, 64), ("sm_90", HALF, 4, True, 8, 128_256, 32),
     ]:  # fmt: skip
-        launches, qweight = [], unreal(N, 4096, bits, 128, zeros, dtype)
+        launches, qweight = [], unreal(N, 4096, bits, *(group or [128]), zeros, dtype)
         x = torch.empty(M, 4096, dtype=dtype, device="meta")
         with as_on_a_gpu(week, 40 if target == "sm_75" else 132) as patch:
             on_a(divmod(int(target[3:]), 10), patch)

@@ -527,6 +527,27 @@ def fail_at(monkeypatch, number):
     monkeypatch.setattr(torch, "mm", mm)
 
 
+@pytest.mark.parametrize("keep", [False, True])
+def test_what_is_written_over_is_announced(keep):
+    """Whoever took gate and up from the graph, and saved them, hears of it."""
+    out = swiglu_mlp(*(inputs := tensors(20, 16, 40)))
+    node = out.grad_fn
+    while not hasattr(node, "_raw_saved_tensors"):
+        node = node.next_functions[0][0]
+    pair = node.saved_tensors[4]
+    before = pair.clone(), pair._version
+    torch.autograd.grad(out.sum(), inputs, retain_graph=keep)
+    assert torch.equal(pair, before[0]) == keep and (pair._version == before[1]) == keep
+
+
+def test_gradients_of_gate_and_up_count_their_versions_apart():
+    inputs = tensors()
+    swiglu_mlp(*inputs).sum().backward()
+    kept = (torch.ones((), requires_grad=True) * inputs[1].grad).sum()
+    inputs[2].grad.zero_()
+    kept.backward()
+
+
 @pytest.mark.parametrize("number", range(4))
 def test_a_backward_that_failed_half_way_is_never_silently_wrong(monkeypatch, path, number):
     inputs = tensors(20, 16, 40)
@@ -942,6 +963,12 @@ def _far_apart():
             agrees(week.gate_and_up(far(x), gate, up, False)[1], want, 1)
         assert launches
     touched_little()
+
+
+def test_rows_too_long_for_the_kernels_are_refused():
+    long = draw(1).expand(1, 2**30)
+    with pytest.raises(ValueError, match="1 rows of 1073741824 are too large"):
+        week.swiglu_into(long, long, long)
 
 
 @on_cpu
