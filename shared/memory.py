@@ -155,7 +155,7 @@ def _tidy_kernels():
 
     def call(self, *args, **kwargs):
         launch(self, *args, **kwargs)
-        gc.collect()
+        gc.collect(1)  # they are young: the old generation would take its time
 
     executor.__call__ = call
     try:
