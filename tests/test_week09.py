@@ -1,7 +1,6 @@
 """Week 9's SwiGLU layer against PyTorch in float64: right, little held, nothing overwritten that is needed."""
 
 import contextlib
-import gc
 import itertools
 import math
 import types
@@ -675,27 +674,8 @@ def test_what_is_frozen_costs_nothing_and_the_others_are_right(path, learn):
     assert products.total == needed * 20 * 16 * 40
 
 
-@pytest.fixture
-def tidy(monkeypatch):
-    """Triton's interpreter leaves its arguments to Python's collection of garbage: it comes after each launch."""
-
-    class Tidy:
-        def __init__(self, kernel):
-            self.kernel = kernel
-
-        def __getitem__(self, grid):
-            def launch(*args, **options):
-                self.kernel[grid](*args, **options)
-                gc.collect(1)
-
-            return launch
-
-    for name in ("gate_up_kernel", "swiglu_kernel", "swiglu_backward_kernel"):
-        monkeypatch.setattr(week, name, Tidy(getattr(week, name)))
-
-
 @on_cpu
-def test_peak_memory(path, tidy):
+def test_peak_memory(path):
     """In units of a large matrix: gate, up and out; on the way back gate, up and the gradient of out."""
     T, H, F = 128, 8, 512
     unit, small = T * F * 4, (3 * T * H + 4 * F * H) * 4
