@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numbers
+
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -54,6 +56,25 @@ def autocast_dtype(x) -> torch.dtype | None:
     if not isinstance(x, torch.Tensor) or x.device.type not in ("cpu", "cuda"):
         return None
     return torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else None
+
+
+def as_autocast(first, *others) -> tuple:
+    """All arguments, tensors of FLOATS among them in the dtype that autocast asks for on the device of ``first``."""
+    wanted = autocast_dtype(first)
+    cast = lambda t: t.to(wanted) if wanted and isinstance(t, torch.Tensor) and t.dtype in FLOATS else t
+    return tuple(map(cast, (first, *others)))
+
+
+def describable(matrix: torch.Tensor) -> bool:
+    """Whether a tensor descriptor can see a matrix: rows of neighbours, each on the grid of 16 bytes."""
+    on_grid = matrix.stride(0) * matrix.element_size() % 16 == 0 and matrix.data_ptr() % 16 == 0
+    return matrix.stride(1) == 1 and matrix.stride(0) >= matrix.shape[1] and on_grid
+
+
+def check_int(name: str, value) -> None:
+    """TypeError unless ``value`` is a whole number, Python's or NumPy's; True and False are none."""
+    if not isinstance(value, numbers.Integral) or isinstance(value, bool):
+        raise TypeError(f"{name} must be an int, got {value!r}")
 
 
 def check_dim(name: str, dim, ndim: int) -> int:
