@@ -20,7 +20,9 @@ from dataclasses import dataclass, field
 import pandas as pd
 import torch
 
+from shared.hints import hint, swapped
 from shared.machine import machine
+from shared.progress import progress, step
 
 SINGLE = torch.finfo(torch.float32).eps / 2
 
@@ -66,8 +68,9 @@ def difference(got, want, dtype: torch.dtype, reduction: int, roundings: int = 1
     got, want = got.detach().double(), want.detach().double()
     odd = (got.isnan() != want.isnan()) | (got.isinf() != want.isinf()) | (got.isinf() & (got != want))
     if odd.any():
-        return math.inf, f"{int(odd.sum())} of {odd.numel()} elements are NaN or infinite where the other is not"
-    finite = want.isfinite()
+        words = f"{int(odd.sum())} of {odd.numel()} elements are NaN or infinite where the other is not"
+        return math.inf, _with(words, hint(got, want, odd))
+    whole, finite = (got, want), want.isfinite()
     got, want = got[finite], want[finite]
     if want.numel() == 0:
         return 0.0, ""
@@ -84,11 +87,18 @@ def difference(got, want, dtype: torch.dtype, reduction: int, roundings: int = 1
         allowed = 6 * (2 * roundings - 1) * unit * spread + sums + kind.smallest_normal * kind.eps / largest
         scale = (((got * want).sum() / square - 1).abs() / allowed).item()
     if element > 1:
-        at = int(((got - want).abs() / tolerance).argmax())
-        return element, f"an element is {got[at]:.6g}, expected {want[at]:.6g} ({element:.3g} times the tolerance)"
+        excess = (got - want).abs() / tolerance
+        at, wrong = int(excess.argmax()), torch.zeros_like(finite).masked_scatter(finite, excess > 1)
+        words = f"an element is {got[at]:.6g}, expected {want[at]:.6g} ({element:.3g} times the tolerance)"
+        return element, _with(words, hint(*whole, wrong))
     if scale > 1:
         return scale, f"the whole output is scaled by {(got * want).sum() / square:.6f}"
     return max(element, scale), ""
+
+
+def _with(words: str, remark: str) -> str:
+    """A reason, and a hint when there is one."""
+    return f"{words}. Hint: {remark}" if remark else words
 
 
 @dataclass
@@ -109,9 +119,10 @@ class Report:
         if total == 0:
             return f"WRONG: {self.name} was checked on no case at all"
         if self.failures:
-            first = self.failures[0]
+            first, names = self.failures[0], list(dict.fromkeys(row["case"] for row in self.failures))
             where = f"{first['case']}, {first['dtype']}, {first['what']}: {first['reason']}"
-            return f"WRONG: {self.name} fails {total - good} of {total} cases (seed {self.seed}). First: {where}"
+            which = "; ".join(names[:6] + ["…"] * (len(names) > 6))
+            return f"WRONG: {self.name} fails {total - good} of {total} cases (seed {self.seed}): {which}. First: {where}"
         worst = max(row["share"] for row in self.rows)
         found = f"{good} of {total} cases (worst error {worst:.2f} of its tolerance)"
         return f"Right: {self.name} agrees with float64 in {found}"
@@ -150,7 +161,10 @@ def _run_case(
     for index, (mine, other) in enumerate(zip(got, want, strict=True)):
         if not isinstance(mine, torch.Tensor):
             return f"output {index}", math.inf, f"a {type(mine).__name__}, expected a tensor (is a `return` missing?)"
-        found.append((f"output {index}", *difference(mine, other, draw.dtype, reduction, output_roundings)))
+        share, reason = difference(mine, other, draw.dtype, reduction, output_roundings)
+        if reason and index == 0:
+            reason = _with(reason, swapped(reference, {**inputs, **upcast}, mine))
+        found.append((f"output {index}", share, reason))
     if learn and not any(reason for *_, reason in found):
         upstream = [_gradient(out, draw, turn) for out in got]
         kept = [g.clone() for g in upstream]
@@ -176,28 +190,23 @@ def compare_all(
     seed = torch.seed() % 2**32 if seed is None else seed
     torch.manual_seed(seed)
     report = Report(getattr(function, "__name__", "the kernel"), seed)
-    for turn, (case, make) in enumerate(cases.items()):
-        for shift, dtype in enumerate(dtypes):
+    turns = [(turn + shift, case, dtype) for turn, case in enumerate(cases) for shift, dtype in enumerate(dtypes)]
+    with progress("cases", len(turns)):
+        for turn, case, dtype in turns:
             draw = Draw(dtype, machine().device)
-            inputs = make(draw)
+            inputs = cases[case](draw)
             try:
                 length = reduction(**inputs) if callable(reduction) else reduction
                 what, share, reason = _run_case(
-                    function, reference, inputs, draw, turn + shift, backward, length, roundings, output_roundings,
-                    terms,
-                )  # fmt: skip
+                    function, reference, inputs, draw, turn, backward, length, roundings, output_roundings, terms
+                )
             except NotImplementedError:
                 raise
             except Exception as error:  # a case that crashes is a wrong case, and the others still run
                 what, share, reason = "run", math.inf, f"{type(error).__name__}: {error}"
-            row = {
-                "case": case,
-                "dtype": str(dtype).removeprefix("torch."),
-                "what": what,
-                "share": share,
-                "reason": reason,
-            }
-            report.rows.append(row)
+            kind = str(dtype).removeprefix("torch.")
+            report.rows.append({"case": case, "dtype": kind, "what": what, "share": share, "reason": reason})
+            step()
     return report
 
 

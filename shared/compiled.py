@@ -16,6 +16,7 @@ from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 
 from shared.cells import in_subprocess
+from shared.progress import progress, step
 from shared.sass import Compiled
 from shared.sources import origin
 
@@ -49,7 +50,11 @@ def compile_many(jobs: Iterable[tuple]) -> list[Compiled]:
         number = list(kernels).index(id(kernel)) if id(kernel) in kernels else len(kernels)
         kernels[id(kernel)] = kernel
         plain.append((label, number, signature, target, options))
-    results = in_subprocess(_compile_all, list(kernels.values()), plain, interpret=False) if plain else []
+    results, batch = [], 4 * (os.cpu_count() or 1)
+    with progress("kernels compiled", len(plain)):
+        for jobs in (plain[start : start + batch] for start in range(0, len(plain), batch)):
+            results += in_subprocess(_compile_all, list(kernels.values()), jobs, interpret=False)
+            step(len(jobs))
     failures = [result for result in results if isinstance(result, str)]
     if failures:
         raise RuntimeError("\n".join(failures))

@@ -1,15 +1,19 @@
-"""Load a week's kernels; run notebooks without a browser; record them on a GPU; write the README's table.
+"""Load a week's kernels; run notebooks without a browser; record them on a GPU; keep the README up to date.
 
-    python -m shared.notebook run [WEEK …]      execute (all weeks when none is named); the notebook stays as it is
-    python -m shared.notebook record [WEEK …]   on a GPU: execute, save the notebooks and results/<gpu>.csv
-    python -m shared.notebook table             write the table of results into README.md
+    python -m shared.notebook run [WEEK …]       execute (all weeks when none is named); the notebook stays as it is
+    python -m shared.notebook record [WEEK …]    on a GPU: execute, and save times in results/<gpu>.csv
+    python -m shared.notebook readme             the README's figure and table, from the recordings
+    python -m shared.notebook stamp OWNER/REPO [BRANCH]   the course's address on GitHub, in badges and cells
 
-A WEEK is a number or a folder name.
+A WEEK is a number or a folder name. A recording that was interrupted goes on where it stopped when the command is given
+again; --fresh starts anew. `record` saves the executed notebook too, unless its plots are another GPU's: then only with
+--replace.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import sys
 import time
@@ -19,13 +23,12 @@ import nbformat
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
 
+from shared import readme
 from shared.cells import ROOT, find, load, weeks
-from shared.machine import machine
-from shared.results import ratios, recording
+from shared.journal import VARIABLE, Journal
+from shared.machine import machine, versions
 
-__all__ = ["load", "run", "table"]
-NOT_SIZES = {"experiment", "provider", "gpu", "torch", "triton", "date", "gbps", "tflops", "copy_gbps"}
-MEASURED = ("ms", "peak", "held", "extra", "logits")  # how the names of other columns that are no sizes begin
+__all__ = ["load", "notebooks", "record", "run"]
 
 
 def notebooks() -> list[Path]:
@@ -38,23 +41,6 @@ def _text(cell) -> str:
     return "\n".join(
         out.get("text", "") or out.get("data", {}).get("text/plain", "") for out in cell.get("outputs", [])
     )
-
-
-def _speed(folder: Path) -> str:
-    """The best and the worst ratio of this kernel against the fastest rival, from the recorded ``speed`` rows."""
-    rows = recording(folder)
-    rows = rows[rows["experiment"] == "speed"].dropna(axis="columns", how="all")
-    if rows.empty:
-        return "no speed recorded"
-    sizes = [name for name in rows if name not in NOT_SIZES and not name.startswith(MEASURED)]
-    sizes.sort(key=lambda name: name != "dtype")
-    found = ratios(rows, sizes)
-    if found.empty:
-        return "no rival recorded"
-    best, worst = found.loc[found["ratio"].idxmax()], found.loc[found["ratio"].idxmin()]
-    label = lambda name, value: value if isinstance(value, str) else f"{name} {value:,}"
-    where = lambda row: ", ".join(label(name, row[name]) for name in sizes)
-    return f"{worst['ratio']:.3g}x ({where(worst)}) to {best['ratio']:.3g}x ({where(best)})"
 
 
 def run(path: Path, *, save: bool = False) -> str:
@@ -95,62 +81,88 @@ def run(path: Path, *, save: bool = False) -> str:
     said = [line for cell in notebook.cells for line in _text(cell).splitlines()]
     checks = [line for line in said if line.startswith("Right:")]
     kept = [line.split(",")[0] for line in said if line.startswith(("Recorded ", "Recalled "))]
-    kept = [line for line in kept if "so far" not in line]
+    kept = [line for line in kept if "'" in line]
     verb = kept[0].split()[0].lower() if kept else "recorded"
     names = ", ".join(re.findall(r"'([^']+)'", " ".join(kept))) or "nothing"
     passed = f"{len(checks)} check{'s' if len(checks) != 1 else ''} passed"
-    speed = f"against the fastest rival: {_speed(path.parent)}"
+    speed = f"against the fastest rival: {readme.speed_range(path.parent)}"
     return f"{passed} · {speed} · {verb}: {names} · {time.time() - started:.0f} s"
 
 
-def table() -> str:
-    """The README's table of weeks, from the recordings: a Markdown table."""
-    rows = ["| week | kernel | against the fastest rival | recorded on |", "|---|---|---|---|"]
-    for path in notebooks():
-        recorded = recording(path.parent)
-        where = f"{recorded['gpu'].iloc[0]}, {recorded['date'].max()}" if len(recorded) else "not yet"
-        link = f"[{path.stem.replace('_', ' ')}]({path.relative_to(ROOT).as_posix()})"
-        rows.append(f"| {int(path.parent.name[4:6])} | {link} | {_speed(path.parent)} | {where} |")
-    return "\n".join(rows)
+def shown_gpu(path: Path) -> str | None:
+    """The GPU whose outputs a notebook on disk shows, from what `setup()` printed there; None when there is none."""
+    cells = nbformat.read(path, as_version=4).cells
+    found = [re.match(r"(.+?) · torch \S+ · triton", _text(cell)) for cell in cells if cell.cell_type == "code"]
+    names = [match[1] for match in found if match and match[1] != "no GPU"]
+    return names[0] if names else None
 
 
-def write_table(readme: Path = ROOT / "README.md") -> None:
-    """Put :func:`table` between the two markers in the README."""
-    text = readme.read_text(encoding="utf-8")
-    text, found = re.subn(
-        r"(<!-- table -->\n).*?(\n<!-- /table -->)", lambda m: m[1] + table() + m[2], text, flags=re.S
-    )
-    if not found:
-        raise ValueError(f"{readme} lacks the lines <!-- table --> and <!-- /table --> between which the table stands")
-    readme.write_text(text, encoding="utf-8")
+def record(paths: list[Path], *, fresh: bool = False, replace: bool = False) -> list[str]:
+    """Execute notebooks on this GPU and save what they measure; return what failed, a line a notebook."""
+    journal = Journal(ROOT / f"recording-{machine().slug}.unfinished")
+    made_by = {name: value for name, value in versions().items() if name != "date"}
+    journal.begin({"gpu": machine().name, **made_by, "weeks": [path.parent.name for path in paths]}, fresh=fresh)
+    os.environ[VARIABLE] = str(journal.path)
+
+    def one(path: Path) -> str:
+        week = path.parent.name
+        if week in journal.data["done"]:
+            return "recorded before the interruption (--fresh records it anew)"
+        if kept := journal.open_week(path):
+            print(f"  {path.stem}  goes on after the interruption; recorded already: {', '.join(kept)}")
+        other = shown_gpu(path)
+        save = replace or other in (None, machine().name)
+        verdict = run(path, save=save)
+        journal.finish(week)
+        return verdict if save else f"{verdict} · the notebook still shows {other} (--replace saves this GPU's)"
+
+    failures = _each(paths, one)
+    if not failures:
+        journal.path.unlink()
+    return failures
 
 
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m shared.notebook", description=__doc__.splitlines()[0])
-    parser.add_argument("command", choices=["run", "record", "table"])
-    parser.add_argument("weeks", nargs="*", metavar="WEEK", help="a number or a folder name; all when none is named")
-    chosen = parser.parse_args(arguments)
-    if chosen.command == "table":
-        write_table()
-        print("README.md: the table of weeks is up to date")
-        return 0
-    if chosen.command == "record" and not machine().has_gpu:
-        print("record needs a GPU that PyTorch can use: it saves measured times, and without one none can be measured.")
-        return 1
-    try:
-        paths = [find(week) for week in chosen.weeks] or notebooks()
-    except ValueError as error:
-        print(error)
-        return 2
+def _each(paths: list[Path], action) -> list[str]:
+    """Do ``action`` to each notebook and print what it says; return what failed."""
     failures = []
     for path in paths:
         print(f"{path.parent.name}", flush=True)
         try:
-            print(f"{path.parent.name}: {run(path, save=chosen.command == 'record')}", flush=True)
+            print(f"{path.parent.name}: {action(path)}", flush=True)
         except RuntimeError as error:
             failures.append(str(error))
             print(f"{path.parent.name}: FAILED in {error}", flush=True)
     print(f"{len(paths) - len(failures)} of {len(paths)} notebooks ran through")
+    return failures
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m shared.notebook", description=__doc__.splitlines()[0])
+    parser.add_argument("command", choices=["run", "record", "readme", "stamp"])
+    parser.add_argument("words", nargs="*", metavar="WEEK", help="a number or a folder name; all when none is named")
+    parser.add_argument("--fresh", action="store_true", help="record: start anew after an interruption")
+    parser.add_argument("--replace", action="store_true", help="record: save notebooks that show another GPU, too")
+    chosen = parser.parse_args(arguments)
+    if chosen.command == "record" and not machine().has_gpu:
+        print("record needs a GPU that PyTorch can use: it saves measured times, and without one none can be measured.")
+        return 1
+    try:
+        if chosen.command == "stamp":
+            changed = readme.stamp(*chosen.words[:2]) if chosen.words else parser.error("stamp needs OWNER/REPO")
+            print(f"{len(changed)} files changed")
+            return 0
+        if chosen.command == "readme":
+            readme.write()
+            print(f"README.md and {readme.FIGURE} are up to date")
+            return 0
+        paths = [find(week) for week in chosen.words] or notebooks()
+    except ValueError as error:
+        print(error)
+        return 2
+    if chosen.command == "record":
+        failures = record(paths, fresh=chosen.fresh, replace=chosen.replace)
+    else:
+        failures = _each(paths, run)
     return 1 if failures else 0
 
 

@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pandas as pd
 
+from shared.journal import current
 from shared.machine import machine, versions, week_folder
+from shared.progress import progress
 
 OURS = "this kernel"  # the provider that a week is about
 BASELINE = "unfused"  # providers named so are the teaching baseline, never the rival
@@ -55,11 +57,20 @@ def measure_or_recall(experiment: str, measure, gpu: str | None = None) -> pd.Da
     missing recording is no error: it prints the command that makes one and returns an empty frame.
     """
     folder = week_folder()
+    journal = current()
+    if machine().has_gpu and journal and experiment in journal.recorded(folder.name):
+        rows = recording(folder, machine().slug)
+        rows = rows[rows["experiment"] == experiment].dropna(axis="columns", how="all").reset_index(drop=True)
+        print(f"Recorded {len(rows)} rows of '{experiment}' before the interruption, in results/{machine().slug}.csv")
+        return rows
     if machine().has_gpu:
-        rows = pd.DataFrame(measure())
+        with progress(f"sizes of '{experiment}' timed"):
+            rows = pd.DataFrame(measure())
         rows.insert(0, "experiment", experiment)
         rows = rows.assign(gpu=machine().name, **versions())
         path = _write(folder, rows, experiment)
+        if journal:
+            journal.note(folder.name, experiment)
         print(f"Recorded {len(rows)} rows of '{experiment}' in results/{path.name}")
         return rows
     rows = recording(folder, gpu)

@@ -115,9 +115,12 @@ def _is_live(file: str | None) -> bool:
 
 
 def _is_cell(file: str | None) -> bool:
-    """Whether a file name stands for a cell: `linecache` keeps such text without a time of modification."""
+    """Whether a file name stands for a cell: `linecache` keeps such text without a time of modification.
+
+    IPython 7, which Colab has, gives it one; but it has a list of its own.
+    """
     entry = linecache.cache.get(file, ())
-    return len(entry) > 1 and entry[1] is None
+    return file in getattr(linecache, "_ipython_cache", ()) or (len(entry) > 1 and entry[1] is None)
 
 
 def _siblings(file: str) -> list[str]:

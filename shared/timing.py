@@ -17,6 +17,7 @@ import pandas as pd
 import torch
 
 from shared.machine import machine
+from shared.progress import step
 
 
 def fits(nbytes: int, share: float = 0.8) -> bool:
@@ -73,6 +74,7 @@ def compare(
         if flops is not None:
             row["tflops"] = flops / row["ms"] / 1e9
         rows.append(row)
+    step()
     return rows
 
 
