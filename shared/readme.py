@@ -159,7 +159,8 @@ def write(readme: Path | None = None) -> None:
     """Put :func:`table` between the two markers in the README, and draw the figure beside it."""
     readme = readme or ROOT / "README.md"
     text = readme.read_text(encoding="utf-8")
-    text, found = re.subn(r"(<!-- table -->\n).*?(\n<!-- /table -->)", lambda m: m[1] + table() + m[2], text, flags=re.S)
+    made = f"<!-- table -->\n{table()}\n<!-- /table -->"
+    text, found = re.subn(r"<!-- table -->\n.*?<!-- /table -->", lambda _: made, text, flags=re.S)
     if not found:
         raise ValueError(f"{readme} lacks the lines <!-- table --> and <!-- /table --> between which the table stands")
     readme.write_text(text, encoding="utf-8")
