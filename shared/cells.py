@@ -31,7 +31,8 @@ def weeks() -> dict[str, Path]:
 
 def find(week: int | str) -> Path:
     """The notebook of a week given by number (1, "1") or folder name; ValueError when it has none."""
-    number = f"{int(week):02d}" if str(week).isdigit() else None
+    week = str(week).rstrip("/")  # a shell that completes a folder's name adds one
+    number = f"{int(week):02d}" if week.isdecimal() else None
     notebooks = [
         notebook
         for name, folder in weeks().items()

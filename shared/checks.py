@@ -122,7 +122,8 @@ class Report:
             first, names = self.failures[0], list(dict.fromkeys(row["case"] for row in self.failures))
             where = f"{first['case']}, {first['dtype']}, {first['what']}: {first['reason']}"
             which = "; ".join(names[:6] + ["…"] * (len(names) > 6))
-            return f"WRONG: {self.name} fails {total - good} of {total} cases (seed {self.seed}): {which}. First: {where}"
+            count = f"{total - good} of {total} cases (seed {self.seed})"
+            return f"WRONG: {self.name} fails {count}: {which}. First: {where}"
         worst = max(row["share"] for row in self.rows)
         found = f"{good} of {total} cases (worst error {worst:.2f} of its tolerance)"
         return f"Right: {self.name} agrees with float64 in {found}"

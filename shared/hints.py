@@ -12,12 +12,14 @@ import torch
 
 
 def _near(got: torch.Tensor, want: torch.Tensor) -> bool:
-    """Whether two outputs agree as far as a hint needs it: a thousandth of the largest element."""
-    return got.shape == want.shape and bool(((got - want).abs() <= 1e-3 * want.abs().max()).all())
+    """Whether two outputs agree to 1/200 of the largest element, as a hint needs it: bfloat16 rounds to 1/256."""
+    return got.shape == want.shape and bool(((got - want).abs() <= 5e-3 * want.abs().max()).all())
 
 
 def place(wrong: torch.Tensor) -> str:
     """Where the True elements lie, if it is only in some rows, columns or a tail of them; "" otherwise."""
+    if wrong.ndim == 0:
+        return ""
     for dim, name in ((-1, "column"), (0, "row")) if wrong.ndim > 1 else ((-1, "element"),):
         others = [d for d in range(wrong.ndim) if d != dim % wrong.ndim]
         found = (wrong.any(dim=others) if others else wrong).nonzero().flatten().tolist()
@@ -34,7 +36,7 @@ def place(wrong: torch.Tensor) -> str:
 
 def _what(got: torch.Tensor, want: torch.Tensor) -> str:
     """What a finite output is instead of the expected one, if that is simple; "" otherwise."""
-    if got.numel() < 2 or not want.any():
+    if got.numel() < 2 or not want.any() or _near(got, want):  # an error so small tells nothing
         return ""
     if not got.any():
         return "all of it is 0"
@@ -60,7 +62,7 @@ def hint(got: torch.Tensor, want: torch.Tensor, wrong: torch.Tensor) -> str:
     nan = got.isnan() & ~want.isnan()
     if nan.any():
         where = "everywhere" if nan.all() else place(nan) or f"in {int(nan.sum())} elements"
-        return f"NaN {where}: not written (new memory is filled with NaN before the call), or a masked element took part"
+        return f"NaN {where}: not written (new memory is filled with NaN before a call), or a masked element took part"
     return place(wrong) or (_what(got, want) if got.isfinite().all() and want.isfinite().all() else "")
 
 
@@ -69,8 +71,13 @@ def swapped(reference, inputs: dict, got: torch.Tensor) -> str:
     tensors = [name for name, value in inputs.items() if isinstance(value, torch.Tensor) and value.is_floating_point()]
     for a, b in itertools.combinations(tensors, 2):
         if inputs[a].shape == inputs[b].shape:
-            other = reference(**{**inputs, a: inputs[b], b: inputs[a]})
-            other = other[0] if isinstance(other, tuple) else other
-            if _near(got.double(), other.double()):
+            try:
+                want, other = (
+                    out[0] if isinstance(out, tuple) else out
+                    for out in (reference(**inputs), reference(**{**inputs, a: inputs[b], b: inputs[a]}))
+                )
+            except Exception:  # the reference does not take them so, and the verdict stands without a hint
+                continue
+            if _near(got.double(), other.double()) and not _near(got.double(), want.double()):
                 return f"it would be right with {a} and {b} swapped"
     return ""

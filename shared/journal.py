@@ -2,12 +2,13 @@
 
 `python -m shared.notebook record` opens it, and tells the notebooks of it by an environment variable; a notebook adds
 each experiment that it has recorded. When all weeks are done the file goes. When the command is run again before that,
-finished weeks are left out, and of the others those experiments are recalled that stand here, as long as GPU, versions
-and the week's code are the same.
+finished weeks are left out, and of the others those experiments are recalled that stand here, as long as GPU, versions,
+the weeks asked for and the week's code are the same.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -21,7 +22,8 @@ class Journal:
 
     def __init__(self, path: Path):
         self.path = path
-        self.data = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        self.data = {}
+        self._read()
 
     def begin(self, about: dict, fresh: bool = False) -> None:
         """Go on with what is there if it is ``about`` the same (GPU, versions, weeks asked for); else start anew."""
@@ -34,8 +36,10 @@ class Journal:
         cells = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
         code = "\0".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
         digest, week = hashlib.sha256(code.encode()).hexdigest(), notebook.parent.name
+        self._read()
         if self.data["weeks"].get(week, {}).get("code") != digest:
             self.data["weeks"][week] = {"code": digest, "experiments": []}
+            self.data["done"] = [other for other in self.data["done"] if other != week]
             self._write()
         return list(self.data["weeks"][week]["experiments"])
 
@@ -45,14 +49,23 @@ class Journal:
 
     def note(self, week: str, experiment: str) -> None:
         """An experiment of a week is in its CSV now."""
-        self.data["weeks"][week]["experiments"].append(experiment)
-        self._write()
+        self._read()
+        if experiment not in self.data["weeks"][week]["experiments"]:
+            self.data["weeks"][week]["experiments"].append(experiment)
+            self._write()
 
     def finish(self, week: str) -> None:
         """A week's notebook ran through."""
-        self.data = json.loads(self.path.read_text(encoding="utf-8"))  # the notebook has written to it meanwhile
+        self._read()
         self.data["done"].append(week)
         self._write()
+
+    def _read(self) -> None:
+        """What the file says now, for command and notebook take turns to write it; what is damaged says nothing."""
+        with contextlib.suppress(FileNotFoundError, ValueError):
+            data = json.loads(self.path.read_text(encoding="utf-8"))
+            if isinstance(data, dict):
+                self.data = data
 
     def _write(self) -> None:
         unfinished = self.path.with_suffix(".tmp")

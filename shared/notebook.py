@@ -13,8 +13,11 @@ again; --fresh starts anew. `record` saves the executed notebook too, unless its
 from __future__ import annotations
 
 import argparse
+import asyncio
+import contextlib
 import os
 import re
+import signal
 import sys
 import time
 from pathlib import Path
@@ -43,6 +46,31 @@ def _text(cell) -> str:
     )
 
 
+class _Client(NotebookClient):
+    """One that Ctrl-C ends at once, with KeyboardInterrupt: nbclient's own stops as if the notebook had failed."""
+
+    interrupted = False
+
+    async def async_start_new_kernel(self, **options):
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+
+        def interrupt():
+            self.interrupted, self.shutdown_kernel = True, "immediate"
+            task.cancel()
+
+        with contextlib.suppress(RuntimeError, ValueError):  # where there are no signals, or in a second thread
+            loop.add_signal_handler(signal.SIGINT, interrupt)
+        await super().async_start_new_kernel(**options)
+
+    def run(self) -> None:
+        try:
+            self.execute()
+        except (Exception, asyncio.CancelledError):
+            if self.interrupted:
+                raise KeyboardInterrupt from None
+            raise
+
+
 def run(path: Path, *, save: bool = False) -> str:
     """Execute one notebook in its folder with a line of progress a cell; return its line of verdict.
 
@@ -60,13 +88,13 @@ def run(path: Path, *, save: bool = False) -> str:
                 flush=True,
             )
 
-    client = NotebookClient(
+    client = _Client(
         notebook, timeout=600, kernel_name="python3", record_timing=False,
         resources={"metadata": {"path": str(path.parent)}}, on_cell_start=progress,
         extra_arguments=["--IPKernelApp.log_level=40"],  # its remark on unencrypted ports is for shared machines
     )  # fmt: skip
     try:
-        client.execute()
+        client.run()
     except (CellExecutionError, CellTimeoutError, DeadKernelError) as error:
         kind, said = getattr(error, "ename", type(error).__name__), getattr(error, "evalue", str(error))
         said = re.sub(r"\x1b\[[0-9;]*m", "", said).strip().partition("\n")[0]
@@ -85,7 +113,8 @@ def run(path: Path, *, save: bool = False) -> str:
     verb = kept[0].split()[0].lower() if kept else "recorded"
     names = ", ".join(re.findall(r"'([^']+)'", " ".join(kept))) or "nothing"
     passed = f"{len(checks)} check{'s' if len(checks) != 1 else ''} passed"
-    speed = f"against the fastest rival: {readme.speed_range(path.parent)}"
+    ratios = readme.speed_range(path.parent, machine().slug if machine().has_gpu else None)
+    speed = f"against the fastest rival: {ratios}"
     return f"{passed} · {speed} · {verb}: {names} · {time.time() - started:.0f} s"
 
 
@@ -106,9 +135,10 @@ def record(paths: list[Path], *, fresh: bool = False, replace: bool = False) -> 
 
     def one(path: Path) -> str:
         week = path.parent.name
+        kept = journal.open_week(path)
         if week in journal.data["done"]:
             return "recorded before the interruption (--fresh records it anew)"
-        if kept := journal.open_week(path):
+        if kept:
             print(f"  {path.stem}  goes on after the interruption; recorded already: {', '.join(kept)}")
         other = shown_gpu(path)
         save = replace or other in (None, machine().name)
@@ -116,7 +146,10 @@ def record(paths: list[Path], *, fresh: bool = False, replace: bool = False) -> 
         journal.finish(week)
         return verdict if save else f"{verdict} · the notebook still shows {other} (--replace saves this GPU's)"
 
-    failures = _each(paths, one)
+    try:
+        failures = _each(paths, one)
+    finally:
+        del os.environ[VARIABLE]  # a notebook that is run later measures
     if not failures:
         journal.path.unlink()
     return failures
@@ -148,21 +181,27 @@ def main(arguments: list[str] | None = None) -> int:
         return 1
     try:
         if chosen.command == "stamp":
-            changed = readme.stamp(*chosen.words[:2]) if chosen.words else parser.error("stamp needs OWNER/REPO")
+            if len(chosen.words) not in (1, 2):
+                parser.error("stamp needs OWNER/REPO and perhaps a BRANCH")
+            changed = readme.stamp(*chosen.words)
             print(f"{len(changed)} files changed")
             return 0
         if chosen.command == "readme":
             readme.write()
             print(f"README.md and {readme.FIGURE} are up to date")
             return 0
-        paths = [find(week) for week in chosen.words] or notebooks()
+        paths = list(dict.fromkeys(find(week) for week in chosen.words)) or notebooks()
     except ValueError as error:
         print(error)
         return 2
-    if chosen.command == "record":
-        failures = record(paths, fresh=chosen.fresh, replace=chosen.replace)
-    else:
-        failures = _each(paths, run)
+    try:
+        if chosen.command == "record":
+            failures = record(paths, fresh=chosen.fresh, replace=chosen.replace)
+        else:
+            failures = _each(paths, run)
+    except KeyboardInterrupt:
+        print("Interrupted." + " The same command goes on from here." * (chosen.command == "record"))
+        return 130
     return 1 if failures else 0
 
 

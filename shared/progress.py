@@ -32,7 +32,7 @@ def step(count: int = 1) -> None:
         return
     work, now = _open[-1], time.monotonic()
     work["count"] += count
-    if now - work["said"] >= EVERY:
+    if now - work["said"] >= EVERY and work["count"] != work["total"]:
         work["said"] = now
         total = f" of {work['total']}" if work["total"] else ""
         print(f"  … {work['count']}{total} {work['what']} after {now - work['began']:.0f} s", flush=True)

@@ -18,7 +18,7 @@ from matplotlib.ticker import FuncFormatter, PercentFormatter
 from shared import plots
 from shared.cells import ROOT, find, weeks
 from shared.machine import datasheet
-from shared.results import OURS, ratios, recording, source
+from shared.results import OURS, ratios, recording
 
 NOT_SIZES = {"experiment", "provider", "gpu", "torch", "triton", "date", "gbps", "tflops", "copy_gbps"}
 MEASURED = ("ms", "peak", "held", "extra", "logits")  # how the names of other columns that are no sizes begin
@@ -40,12 +40,13 @@ QUESTIONS = {
 }  # fmt: skip
 
 
-def speeds(folder: Path) -> pd.DataFrame:
+def speeds(folder: Path, gpu: str | None = None) -> pd.DataFrame:
     """A row a recorded workload that has a rival: its sizes, ratio to the fastest rival, rate, share of the limit.
 
-    The limit is the datasheet's: memory for rates in GB/s; for rates in TFLOPS tensor cores, or FMA in float32.
+    They are ``gpu``'s, or those that are shown when none is chosen. The limit is the datasheet's: memory for rates in
+    GB/s; for rates in TFLOPS tensor cores, or FMA in float32.
     """
-    recorded, found = recording(folder), []
+    recorded, found = recording(folder, gpu), []
     for experiment in COMPARED:
         rows = recorded[recorded["experiment"] == experiment].dropna(axis="columns", how="all")
         sizes = [name for name in rows if name not in NOT_SIZES and not name.startswith(MEASURED)]
@@ -72,9 +73,9 @@ def _workload(row: dict, sizes: list[str]) -> str:
     return ", ".join(values + [row["experiment"]] * (row["experiment"] != "speed"))
 
 
-def speed_range(folder: Path) -> str:
+def speed_range(folder: Path, gpu: str | None = None) -> str:
     """The worst and the best ratio of this kernel against the fastest rival, each with its workload."""
-    found = speeds(folder)
+    found = speeds(folder, gpu)
     if found.empty:
         return "no speed recorded"
     worst, best = found.loc[found["ratio"].idxmin()], found.loc[found["ratio"].idxmax()]
@@ -105,10 +106,10 @@ def table() -> str:
             every = f"{found['ratio'].min():.2f}x to {found['ratio'].max():.2f}x"
             found = found[found["experiment"] == "speed"]
             for name, value in chosen.items():
-                found = found[found[name] == value]
-            (row,) = found.to_dict("records")
-            speed = f"{row['rate']:,.0f} {row['unit']}, {row['ratio']:.2f}x the speed of {row['rival']}"
-            one = f"{speed} ({row['where']}; {row['gpu']})"
+                found = found[found[name] == value] if name in found else found[:0]
+            for row in found.to_dict("records"):  # none, where a GPU has not recorded this workload
+                speed = f"{row['rate']:,.0f} {row['unit']}, {row['ratio']:.2f}x the speed of {row['rival']}"
+                one = f"{speed} ({row['where']}; {row['gpu']})"
         link = f"[{_title(week)}]({find(week).relative_to(ROOT).as_posix()})"
         rows.append(f"| {week}. {link} | {question} | {one} | {every} | {_badge(week)} |")
     return "\n".join(rows)
@@ -142,12 +143,14 @@ def draw(path: Path) -> None:
     left.set_xscale("log", base=2)
     left.set_xticks([0.5, 0.75, 1, 1.5, 2, 3])
     left.xaxis.set_major_formatter(FuncFormatter(lambda ratio, _: f"{ratio:g}x"))
-    left.set(title="Speed against the fastest rival (right is faster)", xlabel="a dot is one recorded workload", ylim=(9.6, 0.05), xlim=(0.6, 3.6))
+    left.set(title="Speed against the fastest rival (right is faster)", xlabel="a dot is one recorded workload")
+    left.set(ylim=(9.6, 0.05), xlim=(0.6, 3.6))
     units = data.groupby("week")["unit"].first()
     limits = {"GB/s": "memory", "TFLOPS": "tensor cores"}
     left.set_yticks(units.index, [f"{week}. {_title(week)}  " for week in units.index])
     for week, unit in units.items():
-        right.text(1.02, week, limits[unit], va="center", fontsize=8, color="0.3", transform=right.get_yaxis_transform())
+        beside = {"va": "center", "fontsize": 8, "color": "0.3", "transform": right.get_yaxis_transform()}
+        right.text(1.02, week, limits[unit], **beside)
     right.xaxis.set_major_formatter(PercentFormatter(1))
     right.set(title="Share of the datasheet's limit", xlim=(0, 1))
     plots.caption(figure, recorded)
@@ -172,7 +175,7 @@ def stamp(repository: str, branch: str = "main") -> list[Path]:
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", repository) or not re.fullmatch(r"[\w./-]+", branch):
         raise ValueError(f"an address is OWNER/REPO and perhaps a branch, not {repository!r} {branch!r}")
     changed = []
-    badge = r"(colab\.research\.google\.com/github/)[^/]+/[^/]+/blob/.+?(?=/week\d\d)"
+    badge = r"(colab\.research\.google\.com/github/)[^/]+/[^/]+/blob/.+?(?=/week\d\d\w*/[\w.-]+\.ipynb)"
     cell = r'(REPOSITORY, BRANCH = \\")[^"\\]+(\\", \\")[^"\\]+'  # in a notebook's JSON, where a quote is \"
     for path in [ROOT / "README.md", *(find(folder) for folder in weeks())]:
         old = path.read_text(encoding="utf-8")

@@ -57,10 +57,11 @@ def measure_or_recall(experiment: str, measure, gpu: str | None = None) -> pd.Da
     missing recording is no error: it prints the command that makes one and returns an empty frame.
     """
     folder = week_folder()
-    journal = current()
+    journal, rows = current(), pd.DataFrame()
     if machine().has_gpu and journal and experiment in journal.recorded(folder.name):
         rows = recording(folder, machine().slug)
         rows = rows[rows["experiment"] == experiment].dropna(axis="columns", how="all").reset_index(drop=True)
+    if len(rows):
         print(f"Recorded {len(rows)} rows of '{experiment}' before the interruption, in results/{machine().slug}.csv")
         return rows
     if machine().has_gpu:

@@ -11,6 +11,8 @@ HAS_GPU = torch.cuda.is_available()
 if not HAS_GPU:
     os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it once, when it is imported
 
+from tiny import course, in_process, on, recorded  # noqa: E402, F401
+
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers():

@@ -10,37 +10,13 @@ import nbformat
 import pandas as pd
 import pytest
 import torch
+from tiny import H200, NO_GPU, T4, rows_at, write
 
 from shared import cells, inputs, machine, notebook, plots, results, timing, turing
 from shared.machine import Machine
 from shared.results import OURS, measure_or_recall
 
-NO_GPU = Machine("no GPU", "cpu")
-H200 = Machine("NVIDIA H200", "cuda", 90, 150 * 10**9, 60 * 10**6)
-T4 = Machine("Tesla T4", "cuda", 75, 16 * 10**9, 4 * 10**6)
 plt.switch_backend("Agg")
-
-
-@pytest.fixture
-def course(tmp_path, monkeypatch):
-    """A course of one week, "week01_tiny", whose folder is the working directory."""
-    week = tmp_path / "week01_tiny"
-    week.mkdir()
-    monkeypatch.setattr(cells, "ROOT", tmp_path)
-    monkeypatch.setattr(notebook, "ROOT", tmp_path)
-    monkeypatch.chdir(week)
-    return week
-
-
-@pytest.fixture
-def on(monkeypatch):
-    """``on(H200)``: the modules take this machine to be that one."""
-
-    def pretend(other):
-        for module in (machine, results, timing, notebook):
-            monkeypatch.setattr(module, "machine", lambda: other)
-
-    return pretend
 
 
 def python(*arguments, **environment):
@@ -173,30 +149,7 @@ def test_providers_side_by_side(capsys):
 # recordings
 
 
-RATIOS = r"0\.5x \([^()]*8,192\) to 2x \([^()]*4,096\)"  # of the rows below, where the rival takes 0.5 and 2 ms
-
-
-def rows_at(*sizes, rival=2.0):
-    """Rows as :func:`timing.compare` returns them: this kernel takes 1 ms, its best rival ``rival`` ms."""
-    times = {OURS: 1.0, "slow": 9.0, "torch": rival, "unfused (eager)": 0.1}
-    found = []
-    for n in sizes:
-        for name, ms in times.items():
-            found.append({"provider": name, "direction": "forward", "n_cols": n, "ms": ms, "ms_p20": ms, "ms_p80": ms})
-    return [row | {"gbps": 7.5} for row in found]
-
-
-@pytest.fixture
-def recorded(course, on):
-    """``recorded(machine, experiment, rows)`` in the course, and then no GPU again."""
-
-    def record(here, experiment, rows):
-        on(here)
-        measure_or_recall(experiment, lambda: rows)
-        on(NO_GPU)
-
-    on(NO_GPU)
-    return record
+RATIOS = r"0\.5x \([^()]*8,192\) to 2x \([^()]*4,096\)"  # of rows_at(4096) + rows_at(8192, rival=0.5)
 
 
 def never():
@@ -304,18 +257,6 @@ def test_no_two_providers_look_alike():
 # the command line
 
 
-def write(week, *sources, executed=False):
-    """A notebook of these code cells in the week's folder."""
-    made = [nbformat.v4.new_markdown_cell("# Tiny"), *map(nbformat.v4.new_code_cell, sources)]
-    for count, cell in enumerate(made[1:], 1):
-        if executed:
-            cell.update(execution_count=count, outputs=[nbformat.v4.new_output("stream", text="of last time")])
-    path = week / "tiny.ipynb"
-    metadata = {"kernelspec": {"name": "python3", "display_name": "Python 3"}, "author": "me"}
-    nbformat.write(nbformat.v4.new_notebook(cells=made, metadata=metadata), path)
-    return path
-
-
 def test_record_refuses_without_a_gpu():
     ended = python("-m", "shared.notebook", "record", CUDA_VISIBLE_DEVICES="")
     assert ended.returncode != 0
@@ -331,7 +272,7 @@ FAILURES = {
 
 @pytest.mark.parametrize(("source", "error"), FAILURES.values(), ids=FAILURES)
 def test_run_names_notebook_cell_and_error(source, error, course, capsys):
-    path = write(course, "x = 1", source, "print('never')", executed=True)
+    path = write(course, "x = 1", source, "print('never')", executed="of last time")
     before = path.read_bytes()
     assert notebook.main(["run", "1"]) == 1
     said = capsys.readouterr().out
@@ -356,7 +297,7 @@ def test_run_reports_progress_and_a_verdict_and_keeps_nothing(course, recorded, 
 
 
 def test_a_saved_notebook_has_outputs_and_no_timestamps(course):
-    path = write(course, "print('Right: f agrees')", executed=True)
+    path = write(course, "print('Right: f agrees')", executed="of last time")
     verdict = notebook.run(path, save=True)
     assert re.search(r"^1 check passed · [^·]*no speed recorded · recorded: nothing · ", verdict)
     saved = nbformat.read(path, as_version=4)
@@ -370,32 +311,6 @@ def test_an_unknown_week_is_an_error_that_lists_the_weeks(course, capsys):
     write(course, "1")
     assert notebook.main(["run", "week17"]) == 2
     assert "week01_tiny" in capsys.readouterr().out
-
-
-def test_the_table_is_written_between_its_markers(course, recorded):
-    write(course, "1")
-    recorded(H200, "speed", rows_at(4096) + rows_at(8192, rival=0.5))
-    recorded(H200, "memory", [{"provider": OURS, "peak_mib": 1.5}])
-    readme = course.parent / "README.md"
-    readme.write_text("above\n<!-- table -->\nold\n<!-- /table -->\nbelow\n", encoding="utf-8")
-    notebook.write_table(readme)
-    written = readme.read_text(encoding="utf-8")
-    assert written == f"above\n<!-- table -->\n{notebook.table()}\n<!-- /table -->\nbelow\n"
-    assert re.search(rf"\| 1 \| \[tiny\]\(week01_tiny/tiny.ipynb\) \| {RATIOS}.* \| NVIDIA H200", written)
-
-
-def test_a_week_without_rivals_or_recording_has_a_row_too(course, recorded):
-    write(course, "1")
-    assert "not yet" in notebook.table()
-    recorded(H200, "speed", rows_at(4096)[:1])
-    assert "NVIDIA H200" in notebook.table()
-
-
-def test_a_readme_without_markers_is_an_error(course):
-    readme = course.parent / "README.md"
-    readme.write_text("nothing here\n", encoding="utf-8")
-    with pytest.raises(ValueError, match="<!-- table -->"):
-        notebook.write_table(readme)
 
 
 def test_a_tensor_that_only_wraps_others_is_refused():

@@ -108,13 +108,6 @@ def test_its_kernel_cells_import_what_they_need(path):
     assert any(isinstance(value, KernelInterface) for value in vars(load(path.parent.name)).values())
 
 
-def test_the_readmes_table_is_what_the_recordings_say():
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    written = re.search(r"<!-- table -->\n(.*?)\n<!-- /table -->", text, re.S)
-    assert written, "README.md has lost its markers"
-    assert written[1] == notebook.table(), "stale: run python -m shared.notebook table"
-
-
 def test_every_week_is_there_once():
     assert [path.parent.name for path in PATHS] == sorted({path.parent.name for path in PATHS})
     assert PATHS

@@ -1,6 +1,7 @@
 """Week 3: attention against float64, and the kinds of fault that users of such kernels have reported."""
 
 import inspect
+import itertools
 import math
 import re
 import tempfile
@@ -354,11 +355,11 @@ def test_what_a_descriptor_sees():
     assert [week.describable(view) for view in (*good, *bad)] == 6 * [True] + 5 * [False]
 
 
-def job(way, target, head_dim, kernel, is_causal):
+def job(way, target, head_dim, kernel, is_causal, kind=None):
     """A kernel as it would be launched for a head of this size, for `compile_many`."""
     choice = week.configuration(way, head_dim, kernel)
     constants = {name: choice.pop(name) for name in list(choice) if name.isupper()} | {"IS_CAUSAL": is_causal}
-    kind = {"registers": "fp16", "no tensor cores": "fp32"}.get(way, "bf16")
+    kind = kind or {"registers": "fp16", "no tensor cores": "fp32"}.get(way, "bf16")
     rows = {"query": "BLOCK_M", "grad": "BLOCK_M", "key": "BLOCK_N", "value": "BLOCK_N"}
     signature = {}
     for name in KERNELS[kernel].arg_names:
@@ -370,7 +371,7 @@ def job(way, target, head_dim, kernel, is_causal):
             signature[name] = "i32:1" if name.endswith("d") else "i32:16"
         elif name not in constants:
             signature[name] = "fp32" if "scale" in name else "i32"
-    return (way, head_dim, kernel, is_causal), KERNELS[kernel], signature | constants, target, choice
+    return (way, kind, head_dim, kernel, is_causal), KERNELS[kernel], signature | constants, target, choice
 
 
 def test_a_t4_gets_its_tensor_cores_without_spills():
@@ -387,7 +388,7 @@ def test_a_t4_gets_its_tensor_cores_without_spills():
 
 def test_tiles_fit_every_kind_of_gpu():
     jobs = [job("registers", "sm_75", head_dim, kernel, True) for head_dim in (32, 256) for kernel in KERNELS]
-    jobs += [job("no tensor cores", "sm_75", 256, kernel, True) for kernel in KERNELS]
+    jobs += [job("no tensor cores", "sm_75", 256, kernel, True, kind) for kernel in KERNELS for kind in ("fp32", "bf16")]
     jobs += [job("pointers", "sm_80", head_dim, kernel, True) for head_dim in (128, 256) for kernel in KERNELS]
     jobs += [job("descriptors", "sm_90", head_dim, kernel, True) for head_dim in (128, 256) for kernel in KERNELS]
     limits = {"sm_75": 64, "sm_80": 99, "sm_90": 227}
@@ -467,6 +468,23 @@ def test_specialists_and_descriptors(head_dim, is_causal, used):
     agree(cases, dtypes=[torch.float16, torch.bfloat16])
     if torch.cuda.get_device_capability()[0] == 9:
         assert len(used) == 14
+
+
+@gpu
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
+def test_specialists_pass_nan_on(head_dim, is_causal, poison, used):
+    # with a mask, the table's way makes NaN of 0 times an invisible value's NaN, and a kernel never sees that value
+    for which, place in itertools.product(range(2 if is_causal else 3), (7, 130, 299)):  # first, second, last block
+        inputs = [draw(1, 2, 300, head_dim, dtype=torch.bfloat16) for _ in range(3)]
+        for column in range(head_dim):  # a quarter of the exponentials is a polynomial: hit each kind of column
+            inputs[which][0, column % 2, (place + 7 * column) % 300 if which == 1 else place, column] = poison
+        exact = [x.double() for x in inputs]
+        got, want = flash_attention(*inputs, is_causal=is_causal), reference(*exact, is_causal=is_causal)
+        assert torch.equal(got.isnan(), want.isnan()), (which, place)
+    if torch.cuda.get_device_capability()[0] == 9:
+        assert len(used) == (6 if is_causal else 9)
 
 
 @gpu

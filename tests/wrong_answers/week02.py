@@ -57,7 +57,9 @@ def layer_norm_backward(x, weight, dy, eps=1e-5):
 ANSWERS = {
     "repair-check": {
         "the weight outside the sum": (
-            REPAIR.replace("r * g,", "r * dy,").replace("r * c)", "r * c * tl.load(weight_ptr + tl.arange(0, N_COLS)))"),
+            REPAIR.replace("r * g,", "r * dy,").replace(
+                "r * c)", "r * c * tl.load(weight_ptr + tl.arange(0, N_COLS)))"
+            ),
             r"fails 1 of 3 cases \(seed \d+\): different weights\.",
         ),
         "the weight in the sum only": (
@@ -99,10 +101,6 @@ ANSWERS = {
         "lanes outside are not 0": (
             BACKWARD.replace("tl.where(mask, x - tl.sum(x, axis=0) / n_cols, 0.0)", "x - tl.sum(x, axis=0) / n_cols"),
             r"fails 2 of 4 cases \(seed \d+\): a block not full; a mean of 20\.",
-        ),
-        "a mean over the block": (
-            BACKWARD.replace("tl.sum(g, axis=0) / n_cols", "tl.sum(g, axis=0) / BLOCK_N"),
-            r"fails 2 of 4 cases \(seed \d+\): a block not full; a mean of 20\. .*Hint: ",
         ),
         "g in a kernel of its own": (
             BACKWARD.replace("dy * tl.load(weight_ptr + cols, mask=mask, other=0.0)", "dy").replace(

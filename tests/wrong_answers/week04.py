@@ -1,6 +1,6 @@
 """Wrong answers to the exercises of week 4: matmul."""
 
-REPAIR = '''
+REPAIR = """
 @triton.jit
 def repair_kernel(a_ptr, b_ptr, c_ptr, M, N, K, BLOCK: tl.constexpr):
     m = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)[:, None]
@@ -12,25 +12,25 @@ def repair_kernel(a_ptr, b_ptr, c_ptr, M, N, K, BLOCK: tl.constexpr):
         b = tl.load(b_ptr + kb * N + n, mask=(kb < K) & (n < N), other=0.0)
         acc = tl.dot(a, b, acc, input_precision="ieee")
     tl.store(c_ptr + m * N + n, acc, mask=(m < M) & (n < N))
-'''
+"""
 
 EPILOGUE = (
     REPAIR.replace("repair_kernel(a_ptr, b_ptr,", "linear_relu_kernel(a_ptr, b_ptr, bias_ptr,")
     .replace("    tl.store(", "    acc += tl.load(bias_ptr + n, mask=n < N, other=0.0)\n    tl.store(")
     .replace("n, acc,", "n, tl.maximum(acc, 0.0),")
-    + '''
+    + """
 
 def linear_relu(a, b, bias):
     (M, K), N = a.shape, b.shape[1]
     c = torch.empty(M, N, device=a.device)
     linear_relu_kernel[(triton.cdiv(M, 64), triton.cdiv(N, 64))](a, b, bias, c, M, N, K, BLOCK=64)
     return c
-'''
+"""
 )
 
-FORMULA = '''
+FORMULA = """
 def bytes_read(M, N, K, BLOCK_M, BLOCK_N, itemsize):
-    return '''
+    return """
 
 ANSWERS = {
     "repair-check": {

@@ -1,6 +1,6 @@
 """Wrong answers to the exercises of week 5: quantised GEMV."""
 
-REPAIR = '''
+REPAIR = """
 @triton.jit
 def repair_kernel(x_ptr, bytes_ptr, scale_ptr, out_ptr, n_bytes, BLOCK: tl.constexpr):
     row, i = tl.program_id(0), tl.arange(0, BLOCK)
@@ -11,9 +11,9 @@ def repair_kernel(x_ptr, bytes_ptr, scale_ptr, out_ptr, n_bytes, BLOCK: tl.const
     x_high = tl.load(x_ptr + 2 * i + 1, mask=mask, other=0.0).to(tl.float32)
     y = tl.sum(x_low * (low.to(tl.float32) - 8.0) + x_high * (high.to(tl.float32) - 8.0), axis=0)
     tl.store(out_ptr + row, y * tl.load(scale_ptr + row))
-'''
+"""
 
-ROWWISE = '''
+ROWWISE = """
 @triton.jit
 def rowwise_kernel(x_ptr, codes_ptr, scale_ptr, out_ptr, n_cols, BLOCK: tl.constexpr):
     row, cols = tl.program_id(0), tl.arange(0, BLOCK)
@@ -27,9 +27,9 @@ def rowwise(x, codes, scale):
     block = triton.next_power_of_2(codes.shape[1])
     rowwise_kernel[(len(codes),)](x, codes, scale, out, codes.shape[1], BLOCK=block)
     return out
-'''
+"""
 
-TWO = '''
+TWO = """
 @triton.jit
 def two_kernel(x_ptr, codes_ptr, scale_ptr, out_ptr, n_rows, n_cols, BLOCK: tl.constexpr):
     row, cols = tl.program_id(0), tl.arange(0, BLOCK)
@@ -45,7 +45,7 @@ def two_readers(x, codes, scale):
     block = triton.next_power_of_2(codes.shape[1])
     two_kernel[(len(codes),)](x, codes, scale, out, *codes.shape, BLOCK=block)
     return out
-'''
+"""
 
 ANSWERS = {
     "repair-check": {
@@ -82,7 +82,7 @@ ANSWERS = {
     },
     "two-check": {
         "one after the other": (
-            ROWWISE + "\ndef two_readers(x, codes, scale):\n    return torch.stack([rowwise(row, codes, scale) for row in x])\n",
+            ROWWISE + "two_readers = lambda x, codes, scale: torch.stack([rowwise(y, codes, scale) for y in x])\n",
             r"It reads the codes 2\.0 times: once is enough",
         ),
         "the codes made float first": (

@@ -1,6 +1,6 @@
 """Wrong answers to the exercises of week 7: fused cross-entropy."""
 
-REPAIR = '''
+REPAIR = """
 @triton.jit
 def repair_kernel(logits_ptr, target_ptr, loss_ptr, n_rows, n_cols, BLOCK: tl.constexpr):
     row, cols = tl.program_id(0), tl.arange(0, BLOCK)
@@ -12,19 +12,19 @@ def repair_kernel(logits_ptr, target_ptr, loss_ptr, n_rows, n_cols, BLOCK: tl.co
     gradient = (tl.exp(x - largest) / total - tl.where(cols == target, 1.0, 0.0)) / n_rows
     tl.store(ptrs, gradient, mask=cols < n_cols)
     tl.store(loss_ptr + row, largest + tl.log(total) - x_target)
-'''
+"""
 READ = "    x_target = tl.load(logits_ptr + row * n_cols + target)\n"
 WRITE = "    tl.store(ptrs, gradient, mask=cols < n_cols)\n"
-IN_PLACE = '''
+IN_PLACE = """
 
 def repaired(logits, target):
     loss = torch.empty(len(logits), device=logits.device)
     block = triton.next_power_of_2(logits.shape[1])
     repair_kernel[(len(logits),)](logits, target, loss, *logits.shape, BLOCK=block)
     return loss, logits
-'''
+"""
 
-CORRECT = '''
+CORRECT = """
 @triton.jit
 def correct_kernel(logits_ptr, target_ptr, loss_ptr, correct_ptr, n_cols, BLOCK: tl.constexpr):
     row, cols = tl.program_id(0), tl.arange(0, BLOCK)
@@ -41,9 +41,9 @@ def loss_and_correct(logits, target):
     block = triton.next_power_of_2(logits.shape[1])
     correct_kernel[(len(logits),)](logits, target, loss, correct, logits.shape[1], BLOCK=block)
     return loss, correct
-'''
+"""
 
-Z_LOSS = '''
+Z_LOSS = """
 @triton.jit
 def z_kernel(logits_ptr, target_ptr, loss_ptr, c, n_rows, n_cols, BLOCK: tl.constexpr):
     row, cols = tl.program_id(0), tl.arange(0, BLOCK)
@@ -63,7 +63,7 @@ def z_loss(logits, target, c):
     block = triton.next_power_of_2(logits.shape[1])
     z_kernel[(len(logits),)](logits, target, loss, c, *logits.shape, BLOCK=block)
     return loss, logits
-'''
+"""
 
 ANSWERS = {
     "repair-check": {
@@ -83,7 +83,9 @@ ANSWERS = {
             r"fails 2 of 4 cases \(seed \d+\): a block not full; a long row\.",
         ),
         "the largest logit not taken off": (
-            CORRECT.replace("largest + tl.log(tl.sum(tl.exp(x - largest), axis=0))", "tl.log(tl.sum(tl.exp(x), axis=0))"),
+            CORRECT.replace(
+                "largest + tl.log(tl.sum(tl.exp(x - largest), axis=0))", "tl.log(tl.sum(tl.exp(x), axis=0))"
+            ),
             r"fails 1 of 4 cases \(seed \d+\): logits of 1,000\..* NaN or infinite where",
         ),
         "a second walk by PyTorch": (

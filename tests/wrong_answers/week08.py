@@ -1,6 +1,6 @@
 """Wrong answers to the exercises of week 8: fused linear and cross-entropy."""
 
-REPAIR = '''
+REPAIR = """
 def repaired(input, linear_weight, target, chunk_size=8):
     total, counted = 0.0, 0
     for start in range(0, len(input), chunk_size):
@@ -9,9 +9,9 @@ def repaired(input, linear_weight, target, chunk_size=8):
         total += loss
         counted += (classes != -100).sum()
     return total / counted
-'''
+"""
 
-SLICES = '''
+SLICES = """
 def loss_in_slices(input, linear_weight, target, slice_size=64):
     largest = torch.full((len(input),), -torch.inf, device=input.device)
     total, x_target = torch.zeros_like(largest), torch.zeros_like(largest)
@@ -23,17 +23,17 @@ def loss_in_slices(input, linear_weight, target, slice_size=64):
         here = (target >= start) & (target < start + logits.shape[1])
         x_target[here] = logits[here, target[here] - start]
     return largest + total.log() - x_target
-'''
+"""
 SLICE = "input @ linear_weight[start : start + slice_size].T"
 
-PADDING = '''
+PADDING = """
 def without_padding(input, linear_weight, target):
     counts = target != -100
     return linear_cross_entropy(input[counts], linear_weight, target[counts])
-'''
-NOTHING = '''    if not counts.any():
+"""
+NOTHING = """    if not counts.any():
         return (0 * input).sum() + (0 * linear_weight).sum()
-'''
+"""
 
 ANSWERS = {
     "repair-check": {
