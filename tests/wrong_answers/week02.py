@@ -84,14 +84,6 @@ ANSWERS = {
             LAYER_NORM.replace("tl.rsqrt(variance + eps)", "(1.0 / (tl.sqrt(variance) + eps))"),
             r"fails .* small numbers\.",
         ),
-        "weight and bias swapped": (
-            LAYER_NORM.replace("](x, weight, bias,", "](x, bias, weight,"),
-            r"Hint: it would be right with weight and bias swapped",
-        ),
-        "the mean in a kernel of its own": (
-            LAYER_NORM.replace("](x,", "](x - x.mean(1, keepdim=True),"),
-            r"It reads 5\.\d+ times the tensor .*: right, but 3 and 1 are enough\.",
-        ),
     },
     "layer-norm-backward-check": {
         "the gradient keeps its mean": (
