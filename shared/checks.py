@@ -155,10 +155,11 @@ def _run_case(
     with poisoned():
         got = function(**{**inputs, **learn})
     want = reference(**{**inputs, **upcast, **exact})
-    got, want = (out if isinstance(out, tuple) else (out,) for out in (got, want))
+    got, want = (tuple(out) if isinstance(out, (tuple, list)) else (out,) for out in (got, want))
     found = []
     if len(got) != len(want):
-        return "outputs", math.inf, f"there are {len(got)}, expected {len(want)}"
+        missing = " (is a `return` missing?)" if got == (None,) else ""
+        return "outputs", math.inf, f"there are {len(got)}, expected {len(want)}{missing}"
     for index, (mine, other) in enumerate(zip(got, want, strict=True)):
         if not isinstance(mine, torch.Tensor):
             return f"output {index}", math.inf, f"a {type(mine).__name__}, expected a tensor (is a `return` missing?)"

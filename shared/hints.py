@@ -20,7 +20,7 @@ def place(wrong: torch.Tensor) -> str:
     """Where the True elements lie, if it is only in some rows, columns or a tail of them; "" otherwise."""
     if wrong.ndim == 0:
         return ""
-    for dim, name in ((-1, "column"), (0, "row")) if wrong.ndim > 1 else ((-1, "element"),):
+    for dim, name in ((-1, "column"), (-2, "row")) if wrong.ndim > 1 else ((-1, "element"),):
         others = [d for d in range(wrong.ndim) if d != dim % wrong.ndim]
         found = (wrong.any(dim=others) if others else wrong).nonzero().flatten().tolist()
         size = wrong.shape[dim]
@@ -28,8 +28,8 @@ def place(wrong: torch.Tensor) -> str:
             continue
         if len(found) == 1:
             return f"only in {name} {found[0]} of 0 to {size - 1}"
-        if found[-1] == size - 1 and found[0] >= size / 2:
-            return f"only from {name} {found[0]} on (a tail without its mask?)"
+        if found == list(range(found[0], size)):
+            return f"only from {name} {found[0]} on" + " (a tail without its mask?)" * (found[0] > size / 2)
         return f"only in {len(found)} of {size} {name}s, the first is {found[0]}"
     return ""
 
@@ -62,8 +62,9 @@ def hint(got: torch.Tensor, want: torch.Tensor, wrong: torch.Tensor) -> str:
     nan = got.isnan() & ~want.isnan()
     if nan.any():
         where = "everywhere" if nan.all() else place(nan) or f"in {int(nan.sum())} elements"
-        return f"NaN {where}: not written (new memory is filled with NaN before a call), or a masked element took part"
-    return place(wrong) or (_what(got, want) if got.isfinite().all() and want.isfinite().all() else "")
+        cause = "not written (new memory is NaN before a call), or a masked element took part, or an overflow"
+        return f"NaN {where}: {cause}"
+    return (_what(got, want) if got.isfinite().all() and want.isfinite().all() else "") or place(wrong)
 
 
 def swapped(reference, inputs: dict, got: torch.Tensor) -> str:

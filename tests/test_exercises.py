@@ -4,8 +4,10 @@ import importlib
 import re
 
 import pytest
+from common import quiet
 from exercises import checks, run, solution
 
+pytestmark = quiet
 WEEKS = range(1, 10)
 EXERCISES = [(week, check) for week in WEEKS for check in checks(week)]
 WRONG = {week: importlib.import_module(f"wrong_answers.week{week:02d}").ANSWERS for week in WEEKS}
