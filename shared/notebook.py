@@ -30,6 +30,7 @@ from shared import readme
 from shared.cells import ROOT, find, load, weeks
 from shared.journal import VARIABLE, Journal
 from shared.machine import machine, versions
+from shared.progress import SIGN
 
 __all__ = ["load", "notebooks", "record", "run"]
 
@@ -47,7 +48,10 @@ def _text(cell) -> str:
 
 
 class _Client(NotebookClient):
-    """One that Ctrl-C ends at once, with KeyboardInterrupt: nbclient's own stops as if the notebook had failed."""
+    """One that Ctrl-C ends at once, with KeyboardInterrupt: nbclient's own stops as if the notebook had failed.
+
+    What :mod:`shared.progress` says goes to the terminal at once, and is no part of the notebook.
+    """
 
     interrupted = False
 
@@ -61,6 +65,15 @@ class _Client(NotebookClient):
         with contextlib.suppress(RuntimeError, ValueError):  # where there are no signals, or in a second thread
             loop.add_signal_handler(signal.SIGINT, interrupt)
         await super().async_start_new_kernel(**options)
+
+    def process_message(self, msg, cell, cell_index):
+        if msg["msg_type"] == "stream":
+            lines = msg["content"]["text"].splitlines(keepends=True)
+            print("".join(line for line in lines if line.startswith(SIGN)), end="", flush=True)
+            msg["content"]["text"] = "".join(line for line in lines if not line.startswith(SIGN))
+            if not msg["content"]["text"]:
+                return None
+        return super().process_message(msg, cell, cell_index)
 
     def run(self) -> None:
         try:

@@ -12,6 +12,7 @@ import time
 from contextlib import contextmanager
 
 EVERY = 10.0  # seconds
+SIGN = "  … "  # how such a line begins
 _open: list[dict] = []
 
 
@@ -35,4 +36,4 @@ def step(count: int = 1) -> None:
     if now - work["said"] >= EVERY and work["count"] != work["total"]:
         work["said"] = now
         total = f" of {work['total']}" if work["total"] else ""
-        print(f"  … {work['count']}{total} {work['what']} after {now - work['began']:.0f} s", flush=True)
+        print(f"{SIGN}{work['count']}{total} {work['what']} after {now - work['began']:.0f} s", flush=True)

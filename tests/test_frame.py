@@ -325,3 +325,12 @@ def test_a_rival_that_is_missing_is_left_out_by_name(monkeypatch, capsys):
     monkeypatch.setattr(timing, "machine", lambda: Machine("NVIDIA H200", "cuda"))
     assert timing.rival("Nobody", "no_such_library.ops", "f") is None
     assert "Nobody is not installed here" in capsys.readouterr().out
+
+
+def test_progress_is_shown_at_once_and_not_saved(course, capsys):
+    said = "print('  … 3 of 9 cases after 11 s', flush=True); print('Right: f agrees')"
+    path = write(course, said, "print('  … 1 size timed', flush=True)")
+    notebook.run(path, save=True)
+    assert "  … 3 of 9 cases after 11 s\n" in capsys.readouterr().out
+    cells = nbformat.read(path, as_version=4).cells
+    assert [[output.text for output in cell.outputs] for cell in cells[1:]] == [["Right: f agrees\n"], []]
