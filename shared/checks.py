@@ -25,6 +25,7 @@ from shared.machine import machine
 from shared.progress import progress, step
 
 SINGLE = torch.finfo(torch.float32).eps / 2
+NARROW = 4  # a case that misses its tolerance by less is drawn twice more, and wrong when one of these misses, too
 
 
 class CheckFailed(AssertionError):
@@ -184,6 +185,20 @@ def _run_case(
     return max(found, key=lambda entry: entry[1])
 
 
+def _draw_case(function, reference, make, dtype, turn, backward, tolerances):
+    """Draw the inputs of a case anew and run it: ``(what, share, reason)`` as :func:`_run_case`."""
+    draw = Draw(dtype, machine().device)
+    inputs = make(draw)
+    reduction, *others = tolerances
+    try:
+        length = reduction(**inputs) if callable(reduction) else reduction
+        return _run_case(function, reference, inputs, draw, turn, backward, length, *others)
+    except NotImplementedError:
+        raise
+    except Exception as error:  # a case that crashes is a wrong case, and the others still run
+        return "run", math.inf, f"{type(error).__name__}: {error}"
+
+
 def compare_all(
     function, reference, cases: dict, *, dtypes, reduction,
     roundings=2, output_roundings=1, terms=None, backward=True, seed=None,
@@ -192,20 +207,14 @@ def compare_all(
     seed = torch.seed() % 2**32 if seed is None else seed
     torch.manual_seed(seed)
     report = Report(getattr(function, "__name__", "the kernel"), seed)
+    tolerances = reduction, roundings, output_roundings, terms
     turns = [(turn + shift, case, dtype) for turn, case in enumerate(cases) for shift, dtype in enumerate(dtypes)]
     with progress("cases", len(turns)):
         for turn, case, dtype in turns:
-            draw = Draw(dtype, machine().device)
-            inputs = cases[case](draw)
-            try:
-                length = reduction(**inputs) if callable(reduction) else reduction
-                what, share, reason = _run_case(
-                    function, reference, inputs, draw, turn, backward, length, roundings, output_roundings, terms
-                )
-            except NotImplementedError:
-                raise
-            except Exception as error:  # a case that crashes is a wrong case, and the others still run
-                what, share, reason = "run", math.inf, f"{type(error).__name__}: {error}"
+            for attempt in range(3):
+                what, share, reason = _draw_case(function, reference, cases[case], dtype, turn, backward, tolerances)
+                if share > NARROW or (attempt > 0) == bool(reason):  # right at once, or wrong, or wrong a second time
+                    break
             kind = str(dtype).removeprefix("torch.")
             report.rows.append({"case": case, "dtype": kind, "what": what, "share": share, "reason": reason})
             step()
@@ -222,7 +231,9 @@ def check(function, reference, cases: dict, **options) -> pd.DataFrame:
     in between, as attention does its weights); ``terms`` (a function of the output and its gradient:
     the terms that cancel in the input's gradient, where they do); ``backward`` (compare gradients too; True);
     ``seed`` (to repeat a failure). New memory is filled with NaN before each call, and inputs and incoming
-    gradients must come back unchanged. Raises :class:`CheckFailed` naming the first case that is wrong.
+    gradients must come back unchanged. The bounds are statistical, and a single draw can be ill-conditioned: a case
+    that misses narrowly is wrong when one of two more draws misses, too. Raises :class:`CheckFailed` naming the first
+    case that is wrong.
     """
     report = compare_all(function, reference, cases, **options)
     print(report.verdict)

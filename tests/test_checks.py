@@ -259,3 +259,20 @@ def test_poison_is_taken_away_again():
         assert torch.empty(1000).isnan().all()
         raise KeyError
     assert not torch.are_deterministic_algorithms_enabled()
+
+
+@pytest.mark.parametrize(
+    ("misses", "wrong"), [([1.5], False), ([1.5, 1.5], True), ([1.5, 0, 1.5], True), ([1.5, 0, 0], False), ([5], True)]
+)
+def test_a_narrow_miss_counts_when_it_comes_again(misses, wrong):
+    drawn = []
+
+    def nearly(a):
+        off = misses[len(drawn)] if len(drawn) < len(misses) else 0
+        drawn.append(a)
+        return a * (1 + off * 4.04 * 2**-24)  # the tolerance of a float32 number that is its own sum
+
+    one = {"one": lambda draw: {"a": draw(1)}}
+    report = compare_all(nearly, lambda a: a, one, dtypes=DTYPES[:1], reduction=1, backward=False)
+    assert bool(report.failures) == wrong, report.rows
+    assert len(drawn) == {(1.5,): 3, (1.5, 1.5): 2, (5,): 1}.get(tuple(misses), 3)
