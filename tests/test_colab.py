@@ -18,6 +18,8 @@ import pytest
 
 from shared.cells import ROOT, find
 
+pytestmark = pytest.mark.versions
+
 WEEKS = range(1, 10)
 DRIVE = "fileId=1aBcD2efG"
 # removed from Python's library by 3.13 (PEP 594, and imp, distutils, asyncore before it)

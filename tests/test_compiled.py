@@ -8,6 +8,8 @@ from dot_kernels import matmul_signature, pointer_matmul
 from shared.compiled import compile_for, compile_many
 from shared.sass import Compiled, innermost_loops, mnemonics, parse
 
+pytestmark = pytest.mark.versions
+
 LISTING = """
 .text.kernel:
         /*0000*/                   LDC R1, c[0x0][0x28] ;

@@ -19,12 +19,14 @@ def lines(printed: str) -> list[str]:
     return [line for line in printed.splitlines() if line.startswith(("Solved", "Not "))]
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize(("week", "check"), EXERCISES)
 def test_the_solution_is_accepted(week, check):
     (verdict,) = lines(run(week, solution(check)))
     assert verdict.startswith("Solved: ")
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize(("week", "check"), EXERCISES)
 def test_the_stub_is_not(week, check):
     (verdict,) = lines(run(week, check))

@@ -7,6 +7,8 @@ import pytest
 
 from shared import lowering
 
+pytestmark = pytest.mark.versions
+
 LARGE = "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32"
 LANE, PAIR = np.arange(32)[:, None], np.arange(2)[None, :]
 

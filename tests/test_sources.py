@@ -12,6 +12,8 @@ from IPython.core.compilerop import CachingCompiler
 from shared import cells
 from shared.sources import sources
 
+pytestmark = pytest.mark.versions
+
 KERNEL = """\
 @triton.jit
 def scale_kernel(x_ptr, BLOCK: tl.constexpr):

@@ -20,6 +20,8 @@ from shared import turing
 from shared.cells import in_subprocess
 from shared.compiled import compile_many
 
+pytestmark = pytest.mark.versions
+
 SMALL = "mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32"
 LARGE = "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32"
 STOCK_DOTS = {  # that a T4's tensor cores cannot take, or that have no reason to change

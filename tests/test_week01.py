@@ -117,6 +117,7 @@ CASES = {
 }
 
 
+@pytest.mark.versions
 def test_any_shape_and_strides_both_ways():
     check(
         softmax, reference, CASES, dtypes=DTYPES, reduction=lambda x, dim=-1: x.shape[dim],
@@ -230,6 +231,7 @@ def spread(values, stride, mark):
     return view, everything
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize("name", ALONE)
 def test_each_kernel_alone(name):
     """Row strides differ and put rows on every shift; nothing outside a row may be used or written."""
@@ -286,6 +288,7 @@ def odd_rows(n=64):
     return rows
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize("name", [name for name in ALONE if "4 programs" not in name])
 def test_rows_that_are_infinite_or_nan(name):
     dtype = torch.float16 if "8" in name else torch.float32
@@ -428,6 +431,7 @@ def test_a_row_is_not_cut_finer_than_it_must(dtype, backward):
         assert kind == "split" and options["SPLIT"] * options["BLOCK_N"] == n, f"{n}: {options}"
 
 
+@pytest.mark.versions
 @on_cpu
 @pytest.mark.parametrize(("n", "dtype"), [(65_536, torch.float32), (50_257, torch.float16)], ids=str)
 def test_a_row_cut_as_on_an_h200(n, dtype):
@@ -749,6 +753,7 @@ def compile_jobs():
                     yield (name, kernel, types | sizes, target, warps), wide
 
 
+@pytest.mark.versions
 def test_compiled_code():
     jobs = list(compile_jobs())
     wrong = []

@@ -185,12 +185,14 @@ def made(case, dtype):
     return CASES[case](lambda *shape, scale=1.0: draw(*shape, dtype=dtype, scale=scale))
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("case", CASES)
 def test_any_shape_and_strides_both_ways(case, dtype):
     both_ways(*made(case, dtype))
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize("case", CASES)
 def test_any_shape_and_strides_with_a_residual(case):
     dtype = DTYPES[list(CASES).index(case) % len(DTYPES)]
@@ -423,6 +425,7 @@ BACKWARD = {
 }
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize("crew", [1, 2, 5, 11])
 @pytest.mark.parametrize("name", BACKWARD)
 def test_each_backward_kernel_alone(name, crew):
@@ -1370,6 +1373,7 @@ def compile_jobs():
     yield ("sum of lines", kernel, kinds | options, "sm_75", {}), None
 
 
+@pytest.mark.versions
 def test_compiled_code():
     jobs = list(compile_jobs())
     wrong = []

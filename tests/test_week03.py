@@ -53,12 +53,14 @@ def tensors(B=1, q_heads=2, kv_heads=1, n_queries=40, n_keys=50, head_dim=32, dt
 # --- right -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.versions
 @on_cpu
 @pytest.mark.parametrize("head_dim", [1, 16, 20, 32, 80, 96, 200, 256])
 def test_heads_of_any_size(head_dim):
     agree({"causal": case(1, 2, 1, 37, 45, head_dim, is_causal=True)}, dtypes=[torch.float32])
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("lengths", [(1, 1), (1, 130), (127, 128), (128, 128), (129, 257), (200, 70), (260, 100)])
 def test_lengths_below_at_and_above_a_block(lengths, is_causal):
@@ -78,6 +80,7 @@ def test_any_scale(scale):
 BLOCKS = [(32, 64), (64, 32), (16, 16), (128, 16)]
 
 
+@pytest.mark.versions
 @on_cpu
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("block_m, block_n", BLOCKS)
@@ -374,6 +377,7 @@ def job(way, target, head_dim, kernel, is_causal, kind=None):
     return (way, kind, head_dim, kernel, is_causal), KERNELS[kernel], signature | constants, target, choice
 
 
+@pytest.mark.versions
 def test_a_t4_gets_its_tensor_cores_without_spills():
     plans = [
         (head_dim, kernel, is_causal) for head_dim in (64, 128) for kernel in KERNELS for is_causal in (False, True)
@@ -386,6 +390,7 @@ def test_a_t4_gets_its_tensor_cores_without_spills():
         assert found["spills (bytes)"] <= spills and found["shared (KiB)"] <= 64, (label, found)
 
 
+@pytest.mark.versions
 def test_tiles_fit_every_kind_of_gpu():
     jobs = [job("registers", "sm_75", head_dim, kernel, True) for head_dim in (32, 256) for kernel in KERNELS]
     for kind in ("fp32", "bf16"):
@@ -428,6 +433,7 @@ def compile_specialists(kernel, plans):
     return found
 
 
+@pytest.mark.versions
 def test_the_specialists_compile_without_spills():
     plans = [(64, False, "bf16"), (64, True, "fp16"), (128, False, "fp16"), (128, True, "bf16")]
     for stack, shared, ptx in in_subprocess(compile_specialists, week.hopper_forward_kernel, plans, interpret=False):

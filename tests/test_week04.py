@@ -96,6 +96,7 @@ CASES = {
 }  # fmt: skip
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_any_shape_and_strides_both_ways(dtype):
     some = list(CASES.items())[:: 3 if interpreting() and dtype == FULL else 1]  # float32 takes fewer ways
@@ -151,6 +152,7 @@ def test_row_times_column_alone(k):
     alone(launch, half(3, k, True), half(k, 5))
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize("more", [{}, {"PREFETCH": True}, {"PREFETCH": True, "UPCAST": True}], ids=str)
 @pytest.mark.parametrize("group", [1, 8])
 def test_tiled_alone(group, more):
@@ -160,6 +162,7 @@ def test_tiled_alone(group, more):
         alone(launch, half(m, k, gap=9), half(k, n, flip))
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize(("flip_a", "flip_b"), [(False, False), (False, True), (True, False), (True, True)])
 def test_persistent_alone(flip_a, flip_b):
     for m, n, k, group, programs in ((200, 136, 72, 8, 5), (64, 64, 32, 1, 5), (8, 72, 40, 8, 1), (640, 72, 8, 8, 3)):
@@ -511,6 +514,7 @@ def compile_jobs():
                 yield (f"{label}, stock", kernel, types, "sm_75", {**launch, "tensor_cores": False}), 75, "stock"
 
 
+@pytest.mark.versions
 def test_tiles_suit_the_gpu():
     chosen = plans()
     for capability, way, dtype, precision, options in chosen:
@@ -524,6 +528,7 @@ def test_tiles_suit_the_gpu():
     assert used == {(way, *tile[:2]) for way, tiles in week.TILES.items() for tile in tiles}, "each tile is of use"
 
 
+@pytest.mark.versions
 def test_compiled_code():
     jobs, wrong = list(compile_jobs()), []
     for ((label, *_), capability, way), made in zip(jobs, compile_many(job for job, *_ in jobs), strict=True):

@@ -332,6 +332,7 @@ SHAPES = {  # M, N, K, group size, bias
 }
 
 
+@pytest.mark.versions
 @every_mode
 @pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.parametrize("dtype", HALVES[: 1 + (DEVICE == "cuda")], ids=str)
@@ -344,6 +345,7 @@ def test_as_the_dequantised_product(name, bits, symmetric, dtype):
     assert all(torch.equal(a, b) for a, b in zip(kept, (inputs[0], inputs[1].codes, inputs[1].scales), strict=True))
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize("M", range(1, 17))
 def test_any_number_of_rows_by_either_kernel(M):
     bits, symmetric = list(MODES.values())[M % 3]
@@ -380,6 +382,7 @@ def test_rows_in_pieces(split, use_dot):
     agrees(by(use_dot, x, qweight, bias, split), x, qweight, bias)
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize("dtype", HALVES[: 1 + (DEVICE == "cuda")], ids=str)
 @pytest.mark.parametrize("use_dot", [False, True])
 @pytest.mark.parametrize("zeros", [False, True])
@@ -762,6 +765,7 @@ def compile_jobs():
             yield label, kernel, types, target, options
 
 
+@pytest.mark.versions
 def test_compiled_code():
     """16 bytes at a time, no spills; tensor cores in the one kernel, none in the other."""
     jobs, wrong = list(compile_jobs()), []

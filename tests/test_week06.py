@@ -167,6 +167,7 @@ def cases(interleaved):
     return found
 
 
+@pytest.mark.versions
 @both_pairings
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_any_shape_strides_and_tables_both_ways(dtype, interleaved):
@@ -347,6 +348,7 @@ def surrounded(values, mark):
     return view, around
 
 
+@pytest.mark.versions
 @both_pairings
 @pytest.mark.parametrize("block_s", [1, 2, 8, 16])
 def test_each_tile_with_nan_around_inputs_and_marks_around_outputs(block_s, interleaved):
@@ -726,6 +728,7 @@ def compile_jobs():
                 yield f"{name}, {NAMES[dtype]}", week.rope_kernel, types | options, target, warps
 
 
+@pytest.mark.versions
 def test_compiled_code():
     """16 bytes at a time (turned columns of a partial head: 8), no spills, most requests before the first product."""
     jobs, wrong = list(compile_jobs()), []

@@ -112,6 +112,7 @@ CASES = {
 }
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize("function, dtype", [(cross_entropy, FULL), (consumed, HALF), (consumed, BRAIN)])
 def test_as_pytorch(function, dtype):
     """`check` hands in gradients of any scale, and strided ones to losses that are not reduced."""
@@ -202,6 +203,7 @@ def test_the_gradient_takes_the_place_of_logits_of_any_strides(place, dtype):
     assert (around[outside] == 7).all(), "written outside the logits"
 
 
+@pytest.mark.versions
 @both_dtypes
 def test_when_the_logits_are_overwritten(dtype):
     """In float16 not before the loss's scale is known. Who changes logits or targets until then is told."""
@@ -648,6 +650,7 @@ def compile_jobs():
                 yield f"{what}, {n_cols}, {NAMES[dtype]}, {target}, {options}", kernel, kinds | sizes, target, warps
 
 
+@pytest.mark.versions
 def test_compiled_code():
     """16 bytes at a time but for the rim, targets and the like; no spills, with all options at once hardly any."""
     jobs, wrong = list(compile_jobs()), []

@@ -113,6 +113,7 @@ SHAPES = {
 }
 
 
+@pytest.mark.versions
 @both_dtypes
 @pytest.mark.parametrize("name", SHAPES)
 def test_as_pytorch(name, dtype):
@@ -416,6 +417,7 @@ def test_targets_out_of_range_are_refused_before_anything_is_computed(wrong):
 # --- the product that is added to the weight's gradient --------------------------------------------------------------
 
 
+@pytest.mark.versions
 @on_cpu
 @pytest.mark.parametrize("C, V, H", [(16, 16, 32), (20, 37, 50), (5, 100, 8), (33, 1, 70)])
 def test_the_product_is_added_tile_by_tile(C, V, H):
@@ -452,6 +454,7 @@ def compile_jobs():
             yield f"{V}, {NAMES[dtype]}, {smoothing}", kernel, types | sizes, target, warps
 
 
+@pytest.mark.versions
 def test_the_product_on_hopper():
     boxes = {"g_desc": [64, 128], "x_desc": [64, 256], "sum_desc": [128, 128]}
     types = {name: f"tensordesc<bf16[{rows},{columns}]>" for name, (rows, columns) in boxes.items()}
@@ -461,6 +464,7 @@ def test_the_product_on_hopper():
     assert made.shared_bytes <= 227 * 1024
 
 
+@pytest.mark.versions
 def test_compiled_code():
     """16 bytes at a time, whatever the number of classes; no spills."""
     jobs, wrong = list(compile_jobs()), []

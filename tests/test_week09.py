@@ -194,6 +194,7 @@ CASES = {
 }
 
 
+@pytest.mark.versions
 def test_the_layer_and_its_gradients(path):
     """`compare_all` also hands in gradients that are repeated, and every second column of others."""
     few = {name: CASES[name] for name in ("small", "odd", "texts, transposed", "halves of one, up first")}
@@ -273,6 +274,7 @@ FUNCTION_CASES = {
 }
 
 
+@pytest.mark.versions
 def test_the_function_and_its_gradients():
     named = lambda make: lambda d: dict(zip(("gate", "up"), make(d), strict=True))
     cases = {name: named(make) for name, make in FUNCTION_CASES.items()}
@@ -305,6 +307,7 @@ def close(dtype):
     return max(2 * torch.finfo(dtype).eps, 1e-5)
 
 
+@pytest.mark.versions
 @both_dtypes
 def test_gate_values_of_all_sizes(dtype):
     """Also where e^-gate overflows: nothing but PyTorch's own infinities and NaN."""
@@ -1044,6 +1047,7 @@ def product_jobs():
         yield dtype, week.gate_up_kernel, signature, "sm_90", {"num_warps": 8, "num_stages": 4}
 
 
+@pytest.mark.versions
 def test_compiled_code():
     """Elementwise 16 bytes at a time; products by Hopper's copies and tensor cores; no spills."""
     elementwise, products, wrong = list(elementwise_jobs()), list(product_jobs()), []
