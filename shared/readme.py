@@ -96,7 +96,7 @@ def _badge(week: int) -> str:
 
 def table() -> str:
     """The README's table of weeks, from the recordings: a Markdown table."""
-    rows = ["| week | it asks | one workload | all workloads | |", "|---|---|---|---|---|"]
+    rows = ["| week | it asks | one workload | all workloads, against the fastest rival | |", "|---|---|---|---|---|"]
     for folder in weeks().values():
         week = int(folder.name[4:6])
         question, chosen = QUESTIONS[week]
