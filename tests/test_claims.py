@@ -498,6 +498,7 @@ OTHER = {  # numbers that no recording has to bear out, by their reason
     "on a processor: disk, run time, or an error that a cell prints": [
         ("README", "(2.4 GB of disk without CUDA"),
         ("README", "about 8 minutes on 2 cores"),
+        ("README", "A notebook takes up to a minute without a GPU, and one to two minutes with one"),
         (1, "it takes some ten seconds"),
         (5, "An error of 10 % of a product"),
         (8, "After 32 chunks the error is four times that of a single rounding"),
