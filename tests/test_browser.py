@@ -65,7 +65,7 @@ def page(tmp_path):
         theme.parent.mkdir(parents=True)
         theme.write_text('{"theme": "JupyterLab Dark"}')
     with playwright.sync_playwright() as driver:
-        options = [*QUIET, "--no-sandbox"] if os.geteuid() == 0 else QUIET
+        options = [*QUIET, "--no-sandbox"] if os.geteuid() == 0 or "CI" in os.environ else QUIET
         browser = driver.chromium.launch(executable_path=CHROMIUM, args=options)
         yield browser.new_page(viewport={"width": 1280, "height": 900})
         browser.close()

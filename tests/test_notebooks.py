@@ -81,6 +81,13 @@ def test_its_links_to_files_lead_somewhere(path):
 
 
 @every_notebook
+def test_its_takeaway_begins_with_two_or_three_sentences_to_repeat(path):
+    quote = re.search(r"^## Takeaway\n\n> (.+)\n\n", prose(path), re.M)[1]
+    assert 2 <= len(re.findall(r"[.:?!](?= |$)", quote)) <= 4, quote
+    assert len(quote.split()) <= 70
+
+
+@every_notebook
 def test_it_has_been_executed_and_shows_its_plots(path):
     assert [cell.id for cell in cells(path) if not cell.execution_count] == []
     assert [output.ename for output in outputs(path) if output.output_type == "error"] == []
