@@ -91,7 +91,7 @@ def difference(got, want, dtype: torch.dtype, reduction: int, roundings: int = 1
         excess = (got - want).abs() / tolerance
         at, wrong = int(excess.argmax()), torch.zeros_like(finite).masked_scatter(finite, excess > 1)
         words = f"an element is {got[at]:.6g}, expected {want[at]:.6g} ({element:.3g} times the tolerance)"
-        return element, _with(words, hint(*whole, wrong))
+        return element, _with(words, hint(*whole, wrong) if element > NARROW else "")
     if scale > 1:
         return scale, f"the whole output is scaled by {(got * want).sum() / square:.6f}"
     return max(element, scale), ""

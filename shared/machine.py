@@ -43,6 +43,7 @@ DATASHEETS = {
     for sheet in (
         Datasheet("Tesla T4", 75, 320, 8.1, 65, 16, 64),
         Datasheet("NVIDIA L4", 89, 300, 30.3, 121, 24, 99),
+        Datasheet("NVIDIA A100-SXM4-40GB", 80, 1555, 19.5, 312, 40, 163),
         Datasheet("NVIDIA A100", 80, 2039, 19.5, 312, 80, 163),
         Datasheet("NVIDIA H100", 90, 3350, 67, 989, 80, 227),
         Datasheet("NVIDIA H200", 90, 4800, 67, 989, 141, 227),
@@ -52,7 +53,7 @@ DATASHEETS = {
 
 def datasheet(gpu: str) -> Datasheet | None:
     """The datasheet for a GPU by the name that its driver gives, such as "NVIDIA H100 80GB HBM3", or None."""
-    return next((sheet for name, sheet in DATASHEETS.items() if re.match(rf"{name}\b(?!.*PCI)", gpu, re.I)), None)
+    return next((sheet for name, sheet in DATASHEETS.items() if re.match(rf"{name}\b(?!.*(PCI|NVL|MIG|40GB))", gpu, re.I)), None)
 
 
 @dataclass(frozen=True)

@@ -188,7 +188,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("words", nargs="*", metavar="WEEK", help="a number or a folder name; all when none is named")
     parser.add_argument("--fresh", action="store_true", help="record: start anew after an interruption")
     parser.add_argument("--replace", action="store_true", help="record: save notebooks that show another GPU, too")
-    chosen = parser.parse_args(arguments)
+    chosen = parser.parse_intermixed_args(arguments)
     if chosen.command == "record" and not machine().has_gpu:
         print("record needs a GPU that PyTorch can use: it saves measured times, and without one none can be measured.")
         return 1

@@ -69,7 +69,8 @@ def speeds(folder: Path, gpu: str | None = None) -> pd.DataFrame:
 
 def _workload(row: dict, sizes: list[str]) -> str:
     """A workload in words: "bfloat16, n_cols 4,096, backward"."""
-    values = [row[name] if isinstance(row[name], str) else f"{name} {row[name]:,}" for name in sizes]
+    known = [name for name in sizes if not pd.isna(row[name])]
+    values = [row[name] if isinstance(row[name], str) else f"{name} {row[name]:,}" for name in known]
     return ", ".join(values + [row["experiment"]] * (row["experiment"] != "speed"))
 
 
@@ -116,9 +117,12 @@ def table() -> str:
 
 
 def figure_data() -> pd.DataFrame:
-    """What the figure shows: week, unit, ratio and share of every recorded workload."""
+    """What the figure shows: week, unit, ratio and share of every recorded workload; ValueError when there is none."""
     found = [speeds(folder).assign(week=int(name[4:6])) for name, folder in weeks().items()]
-    return pd.concat([rows[["week", "unit", "ratio", "share"]] for rows in found if len(rows)], ignore_index=True)
+    found = [rows[["week", "unit", "ratio", "share"]] for rows in found if len(rows)]
+    if not found:
+        raise ValueError("no week has a recording with a rival: python -m shared.notebook record makes one, on a GPU")
+    return pd.concat(found, ignore_index=True)
 
 
 def digest(data: pd.DataFrame) -> str:
@@ -128,7 +132,8 @@ def digest(data: pd.DataFrame) -> str:
 
 def draw(path: Path) -> None:
     """The overview: for every week a dot a recorded workload, speed on the left, share of the limit on the right."""
-    data, recorded = figure_data(), recording(find(1).parent)
+    data = figure_data()
+    recorded = pd.concat([recording(folder) for folder in weeks().values()], ignore_index=True)
     figure, (left, right) = plt.subplots(1, 2, figsize=(10.5, 4.6), sharey=True, width_ratios=[3, 2])
     for week, rows in data.groupby("week"):
         if week % 2:
@@ -153,7 +158,11 @@ def draw(path: Path) -> None:
         right.text(1.02, week, limits[unit], **beside)
     right.xaxis.set_major_formatter(PercentFormatter(1))
     right.set(title="Share of the datasheet's limit", xlim=(0, 1))
-    plots.caption(figure, recorded)
+    if recorded["gpu"].nunique() == 1:
+        plots.caption(figure, recorded)
+    else:
+        gpus = ", ".join(recorded["gpu"].unique())
+        figure.supxlabel(f"recorded on {gpus}", fontsize=8, color="0.35", x=0.99, ha="right")
     figure.savefig(path, dpi=110, metadata={"Description": digest(data), "Software": None})
     plt.close(figure)
 
@@ -166,13 +175,14 @@ def write(readme: Path | None = None) -> None:
     text, found = re.subn(r"<!-- table -->\n.*?<!-- /table -->", lambda _: made, text, flags=re.S)
     if not found:
         raise ValueError(f"{readme} lacks the lines <!-- table --> and <!-- /table --> between which the table stands")
+    draw(readme.parent / FIGURE)  # first: without a recording it raises, and nothing is half done
     readme.write_text(text, encoding="utf-8")
-    draw(readme.parent / FIGURE)
 
 
 def stamp(repository: str, branch: str = "main") -> list[Path]:
     """Write the course's address on GitHub into every badge and find-the-helper cell; return the changed files."""
-    if not re.fullmatch(r"[\w.-]+/[\w.-]+", repository) or not re.fullmatch(r"[\w./-]+", branch):
+    name, ref = r"[\w-][\w.-]*(?<!\.git)", r"\w[\w./#+-]*"
+    if not re.fullmatch(f"{name}/{name}", repository) or not re.fullmatch(ref, branch) or ".." in repository + branch:
         raise ValueError(f"an address is OWNER/REPO and perhaps a branch, not {repository!r} {branch!r}")
     changed = []
     badge = r"(colab\.research\.google\.com/github/)[^/]+/[^/]+/blob/.+?(?=/week\d\d\w*/[\w.-]+\.ipynb)"

@@ -26,7 +26,10 @@ def recording(folder: Path, gpu: str | None = None) -> pd.DataFrame:
         gpu = PREFERRED if PREFERRED in files else next(iter(files), None)
     if gpu not in files:
         return pd.DataFrame(columns=["experiment", "provider", "gpu", "torch", "triton", "date"])
-    return _whole(pd.read_csv(files[gpu]))
+    try:
+        return _whole(pd.read_csv(files[gpu]))
+    except (pd.errors.EmptyDataError, pd.errors.ParserError, UnicodeDecodeError) as error:
+        raise ValueError(f"results/{gpu}.csv in {folder.name} is no table; delete it, and record anew: {error}") from None
 
 
 def _whole(rows: pd.DataFrame) -> pd.DataFrame:
@@ -98,6 +101,7 @@ def ratios(rows: pd.DataFrame, sizes: list[str]) -> pd.DataFrame:
     ``sizes`` names the columns that tell workloads apart. The unfused baseline is no rival.
     """
     found = []
+    rows = rows.dropna(subset=["ms"]) if "ms" in rows else rows
     for key, group in rows.groupby(sizes, sort=False, dropna=False) if len(rows) else []:
         ours = group[group["provider"] == OURS]
         rivals = group[(group["provider"] != OURS) & ~group["provider"].str.startswith(BASELINE)]

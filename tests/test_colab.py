@@ -171,6 +171,19 @@ def test_a_wrong_address_is_said_and_can_be_corrected(run):
     assert run(stamped()).splitlines()[-1].startswith("someone/course main")
 
 
+def test_a_folder_of_the_readers_is_left_alone(run, tmp_path):
+    own = tmp_path / "content/course"
+    own.mkdir()
+    (own / "essay.txt").write_text("mine")
+    assert "exists: rename it, please" in run(stamped(), ends=1)
+    assert [path.name for path in own.iterdir()] == ["essay.txt"]
+
+
+@pytest.mark.parametrize("path", ["not%ffJSON", "/drive/github.com/a/b/blob/c d/week01_fused_softmax/x.ipynb", ""])
+def test_a_strange_answer_of_the_session_server_is_no_obstacle(run, sessions, path):
+    assert run(stamped(), **sessions(path)).splitlines()[-1].startswith("someone/course main")
+
+
 def code(week):
     cells = nbformat.read(find(week), as_version=4).cells
     return "\n".join(cell.source for cell in cells if cell.cell_type == "code")
