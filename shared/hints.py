@@ -12,7 +12,7 @@ import torch
 
 
 def _near(got: torch.Tensor, want: torch.Tensor) -> bool:
-    """Whether two outputs agree to 1/200, as a hint needs it: bfloat16 rounds to 1/256. Of an element, or the median."""
+    """Whether two outputs agree to 1/200 of an element or of their median: bfloat16 rounds to 1/256."""
     size = want.abs()
     return got.shape == want.shape and bool(((got - want).abs() <= 5e-3 * (size + size.median())).all())
 

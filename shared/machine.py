@@ -53,7 +53,8 @@ DATASHEETS = {
 
 def datasheet(gpu: str) -> Datasheet | None:
     """The datasheet for a GPU by the name that its driver gives, such as "NVIDIA H100 80GB HBM3", or None."""
-    return next((sheet for name, sheet in DATASHEETS.items() if re.match(rf"{name}\b(?!.*(PCI|NVL|MIG|40GB))", gpu, re.I)), None)
+    others = r"\b(?!.*(PCI|NVL|MIG|40GB))"  # weaker cards, or parts of one, under the same name
+    return next((sheet for name, sheet in DATASHEETS.items() if re.match(name + others, gpu, re.I)), None)
 
 
 @dataclass(frozen=True)

@@ -183,7 +183,9 @@ def _each(paths: list[Path], action) -> list[str]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m shared.notebook", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m shared.notebook", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("command", choices=["run", "record", "readme", "stamp"])
     parser.add_argument("words", nargs="*", metavar="WEEK", help="a number or a folder name; all when none is named")
     parser.add_argument("--fresh", action="store_true", help="record: start anew after an interruption")

@@ -80,7 +80,12 @@ def speed_range(folder: Path, gpu: str | None = None) -> str:
     if found.empty:
         return "no speed recorded"
     worst, best = found.loc[found["ratio"].idxmin()], found.loc[found["ratio"].idxmax()]
-    return f"{worst['ratio']:.3g}x ({worst['where']}) to {best['ratio']:.3g}x ({best['where']})"
+    return f"{times(worst['ratio'])} ({worst['where']}) to {times(best['ratio'])} ({best['where']})"
+
+
+def times(ratio: float) -> str:
+    """A ratio as "0.998x" or "2.36x": near 1 with the digit that tells a loss from a win."""
+    return f"{ratio:.3f}x" if 0.99 < ratio < 1.01 else f"{ratio:.2f}x"
 
 
 def _title(week: int) -> str:
@@ -104,12 +109,12 @@ def table() -> str:
         found = speeds(folder)
         one = every = "not recorded"
         if len(found):
-            every = f"{found['ratio'].min():.2f}x to {found['ratio'].max():.2f}x"
+            every = f"{times(found['ratio'].min())} to {times(found['ratio'].max())}"
             found = found[found["experiment"] == "speed"]
             for name, value in chosen.items():
                 found = found[found[name] == value] if name in found else found[:0]
             for row in found.to_dict("records"):  # none, where a GPU has not recorded this workload
-                speed = f"{row['rate']:,.0f} {row['unit']}, {row['ratio']:.2f}x the speed of {row['rival']}"
+                speed = f"{row['rate']:,.0f} {row['unit']}, {times(row['ratio'])} the speed of {row['rival']}"
                 one = f"{speed} ({row['where']}; {row['gpu']})"
         link = f"[{_title(week)}]({find(week).relative_to(ROOT).as_posix()})"
         rows.append(f"| {week}. {link} | {question} | {one} | {every} | {_badge(week)} |")
@@ -148,7 +153,8 @@ def draw(path: Path) -> None:
     left.set_xscale("log", base=2)
     left.set_xticks([0.5, 0.75, 1, 1.5, 2, 3])
     left.xaxis.set_major_formatter(FuncFormatter(lambda ratio, _: f"{ratio:g}x"))
-    left.set(title="Speed against the fastest rival (right is faster)", xlabel="a dot is one recorded workload")
+    left.set(title="Speed against the fastest rival (right is faster)")
+    left.set_xlabel("a dot is one recorded workload; its height in the band means nothing")
     left.set(ylim=(9.6, 0.05), xlim=(0.6, 3.6))
     units = data.groupby("week")["unit"].first()
     limits = {"GB/s": "memory", "TFLOPS": "tensor cores"}
@@ -181,15 +187,18 @@ def write(readme: Path | None = None) -> None:
 
 def stamp(repository: str, branch: str = "main") -> list[Path]:
     """Write the course's address on GitHub into every badge and find-the-helper cell; return the changed files."""
+    repository = repository.removeprefix("https://github.com/").removesuffix("/").removesuffix(".git")
     name, ref = r"[\w-][\w.-]*(?<!\.git)", r"\w[\w./#+-]*"
     if not re.fullmatch(f"{name}/{name}", repository) or not re.fullmatch(ref, branch) or ".." in repository + branch:
         raise ValueError(f"an address is OWNER/REPO and perhaps a branch, not {repository!r} {branch!r}")
     changed = []
     badge = r"(colab\.research\.google\.com/github/)[^/]+/[^/]+/blob/.+?(?=/week\d\d\w*/[\w.-]+\.ipynb)"
+    clone = r"(git clone https://github\.com/)[\w.-]+/[\w.-]+"
     cell = r'(REPOSITORY, BRANCH = \\")[^"\\]+(\\", \\")[^"\\]+'  # in a notebook's JSON, where a quote is \"
     for path in [ROOT / "README.md", *(find(folder) for folder in weeks())]:
         old = path.read_text(encoding="utf-8")
         new = re.sub(badge, rf"\g<1>{repository}/blob/{branch}", old)
+        new = re.sub(clone, rf"\g<1>{repository}", new)
         new = re.sub(cell, rf"\g<1>{repository}\g<2>{branch}", new)
         if new != old:
             path.write_text(new, encoding="utf-8")

@@ -29,7 +29,7 @@ def recording(folder: Path, gpu: str | None = None) -> pd.DataFrame:
     try:
         return _whole(pd.read_csv(files[gpu]))
     except (pd.errors.EmptyDataError, pd.errors.ParserError, UnicodeDecodeError) as error:
-        raise ValueError(f"results/{gpu}.csv in {folder.name} is no table; delete it, and record anew: {error}") from None
+        raise ValueError(f"{folder.name}/results/{gpu}.csv is no table; delete it, and record anew: {error}") from None
 
 
 def _whole(rows: pd.DataFrame) -> pd.DataFrame:

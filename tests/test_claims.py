@@ -496,7 +496,7 @@ OTHER = {  # numbers that no recording has to bear out, by their reason
         (9, "two `tl.dot` in one loop took 3.2 ms where this kernel took 2.4"),
     ],
     "on a processor: disk, run time, or an error that a cell prints": [
-        ("README", "(2.4 GB of disk without CUDA"),
+        ("README", "PyTorch then comes without CUDA (2.4 GB of disk instead of more than 5)"),
         ("README", "about 8 minutes on 2 cores"),
         ("README", "A notebook takes up to a minute without a GPU, and one to two minutes with one"),
         (1, "it takes some ten seconds"),

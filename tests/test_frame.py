@@ -63,6 +63,8 @@ def test_setup_gives_a_t4_its_tensor_cores(here, switched, course, on, monkeypat
         ("NVIDIA A100-SXM4-80GB", "nvidia-a100-sxm4-80gb", "NVIDIA A100"),
         ("NVIDIA L4", "nvidia-l4", "NVIDIA L4"),
         ("NVIDIA L40S", "nvidia-l40s", None),
+        ("NVIDIA A100-SXM4-40GB", "nvidia-a100-sxm4-40gb", "NVIDIA A100-SXM4-40GB"),
+        ("NVIDIA H100 NVL", "nvidia-h100-nvl", None),
         ("NVIDIA GeForce RTX 4090", "nvidia-geforce-rtx-4090", None),
     ],
 )
@@ -149,7 +151,7 @@ def test_providers_side_by_side(capsys):
 # recordings
 
 
-RATIOS = r"0\.5x \([^()]*8,192\) to 2x \([^()]*4,096\)"  # of rows_at(4096) + rows_at(8192, rival=0.5)
+RATIOS = r"0\.50x \([^()]*8,192\) to 2\.00x \([^()]*4,096\)"  # of the rows below, where the rival takes 0.5 and 2 ms
 
 
 def never():
@@ -334,3 +336,11 @@ def test_progress_is_shown_at_once_and_not_saved(course, capsys):
     assert "  … 3 of 9 cases after 11 s\n" in capsys.readouterr().out
     cells = nbformat.read(path, as_version=4).cells
     assert [[output.text for output in cell.outputs] for cell in cells[1:]] == [["Right: f agrees\n"], []]
+
+
+@pytest.mark.parametrize("text", ["", "a,b\n1\n1,2,3\n"])
+def test_a_recording_that_is_no_table_is_named(text, course):
+    (course / "results").mkdir()
+    (course / "results/nvidia-h200.csv").write_text(text)
+    with pytest.raises(ValueError, match=r"week01_tiny/results/nvidia-h200\.csv is no table"):
+        results.recording(course)

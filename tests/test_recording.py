@@ -312,7 +312,7 @@ def test_the_verdict_is_of_this_gpus_times(course, on, in_process, recorded, cap
     write(course, f"from shared.results import measure_or_recall\nmeasure_or_recall('speed', lambda: {rows_at(4096)})")
     on(A100)
     record(course)
-    assert re.search(r"against the fastest rival: 2x \(.*\) to 2x ", capsys.readouterr().out)
+    assert re.search(r"against the fastest rival: 2.00x \(.*\) to 2.00x ", capsys.readouterr().out)
 
 
 # whose notebook is saved

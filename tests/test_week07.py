@@ -296,6 +296,13 @@ def test_logits_without_a_gradient_are_left_alone(dtype):
         assert not loss.requires_grad and torch.equal(logits, leaf) and logits._version == 0
 
 
+def test_logits_made_in_inference_mode():
+    with torch.inference_mode():
+        logits, target = draw(3, 65), targets(3, 65)
+        agrees(cross_entropy(logits, target), F.cross_entropy(logits.double(), target))
+    agrees(cross_entropy(logits, target), F.cross_entropy(logits.double(), target))
+
+
 def used_twice(use):
     return lambda x: (lambda h: (h, use(h)))(x * 1)
 
