@@ -20,7 +20,7 @@ from types import ModuleType
 
 from shared.sources import path, sources
 
-__all__ = ["ROOT", "call", "execute", "find", "in_subprocess", "load", "sources", "weeks"]
+__all__ = ["ROOT", "call", "cell_texts", "execute", "find", "in_subprocess", "load", "sources", "weeks"]
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -53,11 +53,17 @@ def load(week: int | str) -> ModuleType:
     return _load(notebook, notebook.stat().st_mtime_ns)
 
 
+def cell_texts(notebook: Path, kind: str = "code", tag: str | None = None) -> list[str]:
+    """The sources of a notebook's cells of a kind ("code", "markdown"), in order; with ``tag``, of those tagged so."""
+    cells = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
+    tagged = (cell for cell in cells if tag is None or tag in cell["metadata"].get("tags", []))
+    return ["".join(cell["source"]) for cell in tagged if cell["cell_type"] == kind]
+
+
 @cache
 def _load(notebook: Path, _changed: int) -> ModuleType:
-    cells = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
     # as IPython keeps them, with a last line break: a kernel that the notebook has compiled is found in the cache
-    texts = ["".join(cell["source"]) + "\n" for cell in cells if "kernel" in cell["metadata"].get("tags", [])]
+    texts = [text + "\n" for text in cell_texts(notebook, tag="kernel")]
     if not texts:
         raise ValueError(f"{notebook.relative_to(ROOT)} has no cell tagged `kernel`")
     return execute(texts, notebook.parent.name)

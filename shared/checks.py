@@ -80,7 +80,8 @@ def difference(got, want, dtype: torch.dtype, reduction: int, roundings: int = 1
     sums = 4 * SINGLE * math.sqrt(reduction)
     tolerance = 1.01 * roundings * unit * want.abs() + (2 * (roundings - 1) * unit + sums) * largest
     tolerance += kind.smallest_normal * kind.eps  # one step among the subnormal numbers
-    element = ((got - want).abs() / tolerance).max().item()
+    excess = (got - want).abs() / tolerance
+    element = excess.max().item()
     scale, square = 0.0, want.square().sum()
     if largest == want.abs().max() > 0:  # without cancellation
         value, times = want.float().unique(return_counts=True)  # equal values are rounded alike, others independently
@@ -88,7 +89,6 @@ def difference(got, want, dtype: torch.dtype, reduction: int, roundings: int = 1
         allowed = 6 * (2 * roundings - 1) * unit * spread + sums + kind.smallest_normal * kind.eps / largest
         scale = (((got * want).sum() / square - 1).abs() / allowed).item()
     if element > 1:
-        excess = (got - want).abs() / tolerance
         at, wrong = int(excess.argmax()), torch.zeros_like(finite).masked_scatter(finite, excess > 1)
         words = f"an element is {got[at]:.6g}, expected {want[at]:.6g} ({element:.3g} times the tolerance)"
         return element, _with(words, hint(*whole, wrong) if element > NARROW else "")

@@ -52,9 +52,10 @@ def compile_many(jobs: Iterable[tuple]) -> list[Compiled]:
         plain.append((label, number, signature, target, options))
     results, batch = [], 4 * (os.cpu_count() or 1)
     with progress("kernels compiled", len(plain)):
-        for jobs in (plain[start : start + batch] for start in range(0, len(plain), batch)):
-            results += in_subprocess(_compile_all, list(kernels.values()), jobs, interpret=False)
-            step(len(jobs))
+        for start in range(0, len(plain), batch):
+            made = in_subprocess(_compile_all, list(kernels.values()), plain[start : start + batch], interpret=False)
+            results += made
+            step(len(made))
     failures = [result for result in results if isinstance(result, str)]
     if failures:
         raise RuntimeError("\n".join(failures))

@@ -14,6 +14,8 @@ import json
 import os
 from pathlib import Path
 
+from shared.cells import cell_texts
+
 VARIABLE = "COURSE_RECORDING"
 
 
@@ -33,9 +35,8 @@ class Journal:
 
     def open_week(self, notebook: Path) -> list[str]:
         """The experiments of a notebook that are recorded already; none when its code has changed since."""
-        cells = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
-        code = "\0".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
-        digest, week = hashlib.sha256(code.encode()).hexdigest(), notebook.parent.name
+        code, week = "\0".join(cell_texts(notebook)), notebook.parent.name
+        digest = hashlib.sha256(code.encode()).hexdigest()
         self._read()
         if self.data["weeks"].get(week, {}).get("code") != digest:
             self.data["weeks"][week] = {"code": digest, "experiments": []}

@@ -121,14 +121,12 @@ def run(path: Path, *, save: bool = False) -> str:
         unfinished.replace(path)
     said = [line for cell in notebook.cells for line in _text(cell).splitlines()]
     checks = [line for line in said if line.startswith("Right:")]
-    kept = [line.split(",")[0] for line in said if line.startswith(("Recorded ", "Recalled "))]
-    kept = [line for line in kept if "'" in line]
+    kept = [line.split(",")[0] for line in said if re.match(r"(Recorded|Recalled) [^,]*'", line)]
     verb = kept[0].split()[0].lower() if kept else "recorded"
     names = ", ".join(re.findall(r"'([^']+)'", " ".join(kept))) or "nothing"
     passed = f"{len(checks)} check{'s' if len(checks) != 1 else ''} passed"
     ratios = readme.speed_range(path.parent, machine().slug if machine().has_gpu else None)
-    speed = f"against the fastest rival: {ratios}"
-    return f"{passed} · {speed} · {verb}: {names} · {time.time() - started:.0f} s"
+    return f"{passed} · against the fastest rival: {ratios} · {verb}: {names} · {time.time() - started:.0f} s"
 
 
 def shown_gpu(path: Path) -> str | None:

@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 from pathlib import Path
 
@@ -16,9 +15,9 @@ from matplotlib import pyplot as plt
 from matplotlib.ticker import FuncFormatter, PercentFormatter
 
 from shared import plots
-from shared.cells import ROOT, find, weeks
+from shared.cells import ROOT, cell_texts, find, weeks
 from shared.machine import datasheet
-from shared.results import OURS, ratios, recording
+from shared.results import OURS, ratios, recorded, recording
 
 NOT_SIZES = {"experiment", "provider", "gpu", "torch", "triton", "date", "gbps", "tflops", "copy_gbps"}
 MEASURED = ("ms", "peak", "held", "extra", "logits")  # how the names of other columns that are no sizes begin
@@ -46,9 +45,9 @@ def speeds(folder: Path, gpu: str | None = None) -> pd.DataFrame:
     They are ``gpu``'s, or those that are shown when none is chosen. The limit is the datasheet's: memory for rates in
     GB/s; for rates in TFLOPS tensor cores, or FMA in float32.
     """
-    recorded, found = recording(folder, gpu), []
+    found = []
     for experiment in COMPARED:
-        rows = recorded[recorded["experiment"] == experiment].dropna(axis="columns", how="all")
+        rows = recorded(folder, experiment, gpu)
         sizes = [name for name in rows if name not in NOT_SIZES and not name.startswith(MEASURED)]
         sizes.sort(key=lambda name: name != "dtype")
         pairs = ratios(rows, sizes)
@@ -58,13 +57,13 @@ def speeds(folder: Path, gpu: str | None = None) -> pd.DataFrame:
     if not found:
         return pd.DataFrame()
     found = pd.concat(found, ignore_index=True)
-    sheet, rate = datasheet(found["gpu"].iloc[0]), "gbps" if "gbps" in found else "tflops"
-    limits = {"half": float("nan"), "float32": float("nan")}
-    if sheet:
-        limits = {"half": sheet.fp16_tensor_tflops, "float32": sheet.fp32_tflops}
-        limits = dict.fromkeys(limits, sheet.memory_gbps) if rate == "gbps" else limits
-    limit = [limits["float32" if dtype == "float32" else "half"] for dtype in found["dtype"]]
-    return found.assign(unit={"gbps": "GB/s", "tflops": "TFLOPS"}[rate], rate=found[rate], share=found[rate] / limit)
+    unit, rate = ("GB/s", found["gbps"]) if "gbps" in found else ("TFLOPS", found["tflops"])
+    sheet, limit = datasheet(found["gpu"].iloc[0]), float("nan")
+    if sheet and unit == "GB/s":
+        limit = sheet.memory_gbps
+    elif sheet:
+        limit = found["dtype"].eq("float32").map({True: sheet.fp32_tflops, False: sheet.fp16_tensor_tflops})
+    return found.assign(unit=unit, rate=rate, share=rate / limit)
 
 
 def _workload(row: dict, sizes: list[str]) -> str:
@@ -90,14 +89,12 @@ def times(ratio: float) -> str:
 
 def _title(week: int) -> str:
     """The name of a week, from its notebook's first line: "Fused softmax"."""
-    first = json.loads(find(week).read_text(encoding="utf-8"))["cells"][0]["source"]
-    return "".join(first).splitlines()[0].partition(" · ")[2]
+    return cell_texts(find(week), "markdown")[0].splitlines()[0].partition(" · ")[2]
 
 
 def _badge(week: int) -> str:
     """The Colab badge of a week's notebook, as Markdown."""
-    first = json.loads(find(week).read_text(encoding="utf-8"))["cells"][0]["source"]
-    return re.search(r"\[!\[Open in Colab\]\(\S+?\)\]\(\S+?\)", "".join(first))[0]
+    return re.search(r"\[!\[Open in Colab\]\(\S+?\)\]\(\S+?\)", cell_texts(find(week), "markdown")[0])[0]
 
 
 def table() -> str:
@@ -138,24 +135,21 @@ def digest(data: pd.DataFrame) -> str:
 def draw(path: Path) -> None:
     """The overview: for every week a dot a recorded workload, speed on the left, share of the limit on the right."""
     data = figure_data()
-    recorded = pd.concat([recording(folder) for folder in weeks().values()], ignore_index=True)
     figure, (left, right) = plt.subplots(1, 2, figsize=(10.5, 4.6), sharey=True, width_ratios=[3, 2])
+    look = {"s": 22, "color": plots.COLOURS[0], "alpha": 0.65, "linewidths": 0}
     for week, rows in data.groupby("week"):
-        if week % 2:
-            left.axhspan(week - 0.5, week + 0.5, color="0.96", zorder=0)
-            right.axhspan(week - 0.5, week + 0.5, color="0.96", zorder=0)
         spread = [week + 0.16 * (index % 5 - 2) for index in range(len(rows))]
-        look = {"s": 22, "color": plots.COLOURS[0], "alpha": 0.65, "linewidths": 0}
-        left.scatter(rows["ratio"], spread, **look)
-        right.scatter(rows["share"], spread, **look)
+        for ax, column in ((left, "ratio"), (right, "share")):
+            if week % 2:
+                ax.axhspan(week - 0.5, week + 0.5, color="0.96", zorder=0)
+            ax.scatter(rows[column], spread, **look)
     left.axvline(1, color="0.3", linestyle="--", linewidth=1.2)
     left.annotate("as fast as the fastest rival", (1, 0.3), (5, 0), textcoords="offset points", fontsize=8, color="0.3")
     left.set_xscale("log", base=2)
     left.set_xticks([0.5, 0.75, 1, 1.5, 2, 3])
     left.xaxis.set_major_formatter(FuncFormatter(lambda ratio, _: f"{ratio:g}x"))
-    left.set(title="Speed against the fastest rival (right is faster)")
+    left.set(title="Speed against the fastest rival (right is faster)", ylim=(9.6, 0.05), xlim=(0.6, 3.6))
     left.set_xlabel("a dot is one recorded workload; its height in the band means nothing")
-    left.set(ylim=(9.6, 0.05), xlim=(0.6, 3.6))
     units = data.groupby("week")["unit"].first()
     limits = {"GB/s": "memory", "TFLOPS": "tensor cores"}
     left.set_yticks(units.index, [f"{week}. {_title(week)}  " for week in units.index])
@@ -164,11 +158,7 @@ def draw(path: Path) -> None:
         right.text(1.02, week, limits[unit], **beside)
     right.xaxis.set_major_formatter(PercentFormatter(1))
     right.set(title="Share of the datasheet's limit", xlim=(0, 1))
-    if recorded["gpu"].nunique() == 1:
-        plots.caption(figure, recorded)
-    else:
-        gpus = ", ".join(recorded["gpu"].unique())
-        figure.supxlabel(f"recorded on {gpus}", fontsize=8, color="0.35", x=0.99, ha="right")
+    plots.caption(figure, pd.concat([recording(folder) for folder in weeks().values()], ignore_index=True))
     figure.savefig(path, dpi=110, metadata={"Description": digest(data), "Software": None})
     plt.close(figure)
 

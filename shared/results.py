@@ -32,6 +32,12 @@ def recording(folder: Path, gpu: str | None = None) -> pd.DataFrame:
         raise ValueError(f"{folder.name}/results/{gpu}.csv is no table; delete it, and record anew: {error}") from None
 
 
+def recorded(folder: Path, experiment: str, gpu: str | None = None) -> pd.DataFrame:
+    """The rows of one experiment in :func:`recording`, with the columns that it has."""
+    rows = recording(folder, gpu)
+    return rows[rows["experiment"] == experiment].dropna(axis="columns", how="all").reset_index(drop=True)
+
+
 def _whole(rows: pd.DataFrame) -> pd.DataFrame:
     """Columns of whole numbers as such: a gap makes pandas see floats in them, and sizes must stay exact."""
     floats = rows.select_dtypes("float")
@@ -59,15 +65,14 @@ def measure_or_recall(experiment: str, measure, gpu: str | None = None) -> pd.Da
     Without a GPU the recording of ``gpu`` is recalled (a file name in results/; the H200's unless told). A
     missing recording is no error: it prints the command that makes one and returns an empty frame.
     """
-    folder = week_folder()
-    journal, rows = current(), pd.DataFrame()
-    if machine().has_gpu and journal and experiment in journal.recorded(folder.name):
-        rows = recording(folder, machine().slug)
-        rows = rows[rows["experiment"] == experiment].dropna(axis="columns", how="all").reset_index(drop=True)
-    if len(rows):
-        print(f"Recorded {len(rows)} rows of '{experiment}' before the interruption, in results/{machine().slug}.csv")
-        return rows
+    folder, journal = week_folder(), current()
     if machine().has_gpu:
+        if journal and experiment in journal.recorded(folder.name):
+            rows = recorded(folder, experiment, machine().slug)
+            if len(rows):
+                place = f"results/{machine().slug}.csv"
+                print(f"Recorded {len(rows)} rows of '{experiment}' before the interruption, in {place}")
+                return rows
         with progress(f"sizes of '{experiment}' timed"):
             rows = pd.DataFrame(measure())
         rows.insert(0, "experiment", experiment)
@@ -77,8 +82,7 @@ def measure_or_recall(experiment: str, measure, gpu: str | None = None) -> pd.Da
             journal.note(folder.name, experiment)
         print(f"Recorded {len(rows)} rows of '{experiment}' in results/{path.name}")
         return rows
-    rows = recording(folder, gpu)
-    rows = rows[rows["experiment"] == experiment].dropna(axis="columns", how="all").reset_index(drop=True)
+    rows = recorded(folder, experiment, gpu)
     if rows.empty:
         print(f"No recording of '{experiment}' yet. On a GPU: python -m shared.notebook record {folder.name}")
     else:
@@ -87,11 +91,13 @@ def measure_or_recall(experiment: str, measure, gpu: str | None = None) -> pd.Da
 
 
 def source(rows: pd.DataFrame) -> str:
-    """Where rows come from: "measured on NVIDIA H200, 2026-11-29, torch 2.11.0, triton 3.6.0"."""
+    """Where rows come from: "measured on NVIDIA H200, 2026-11-29, torch 2.11.0, triton 3.6.0"; or the several GPUs."""
     if rows.empty:
         return "no recording"
     verb = "measured" if machine().has_gpu else "recorded"
-    first = rows.iloc[0]
+    first, gpus = rows.iloc[0], rows["gpu"].unique()
+    if len(gpus) > 1:
+        return f"{verb} on {', '.join(gpus)}"
     return f"{verb} on {first['gpu']}, {first['date']}, torch {first['torch']}, triton {first['triton']}"
 
 

@@ -29,7 +29,7 @@ def sources(*objects) -> list[str]:
 
     def define(name: str, file: str, scope: dict) -> bool:
         """Append the statements of `file` that bind `name`, after what they use; False when there is none."""
-        found = [(used, text) for bound, used, text in _statements(_text(file)) if name in bound]
+        found = [(used, text) for bound, used, text in statements_of(_text(file)) if name in bound]
         for used, text in found:
             for other in sorted(used & scope.keys()):
                 follow(other, file, scope)
@@ -130,7 +130,7 @@ def _siblings(file: str) -> list[str]:
 
 
 @functools.cache
-def _statements(text: str) -> list[tuple[set, set, str]]:
+def statements_of(text: str) -> list[tuple[set, set, str]]:
     """(names bound, global names used, text behind as many empty lines as it had lines before) of each statement."""
     lines, statements = text.splitlines(keepends=True), []
     for node in ast.parse(text).body:

@@ -7,7 +7,7 @@ from functools import cache
 import nbformat
 
 from shared.cells import execute, find
-from shared.sources import _statements
+from shared.sources import statements_of
 
 SHOW = "from IPython.display import display\n"  # which a notebook has without an import
 
@@ -16,7 +16,7 @@ SHOW = "from IPython.display import display\n"  # which a notebook has without a
 def _cells(week: int) -> dict[str, list]:
     """The code cells' statements by the cell's id; a statement is (names bound, names used, text)."""
     cells = nbformat.read(find(week), as_version=4).cells
-    return {cell.id: _statements(cell.source + "\n") for cell in cells if cell.cell_type == "code"}
+    return {cell.id: statements_of(cell.source + "\n") for cell in cells if cell.cell_type == "code"}
 
 
 def checks(week: int) -> list[str]:
@@ -39,7 +39,7 @@ def run(week: int, cell: str, answer: str = "") -> str:
         if name == cell:
             break
         if answer and name == cell.removesuffix("-check"):
-            own = _statements(answer)
+            own = statements_of(answer)
             answered = set().union(*(bound for bound, _, _ in own))
             statements = [*(s for s in statements if not s[0] & answered), *own]
         before += statements

@@ -16,7 +16,7 @@ from urllib.parse import quote
 import nbformat
 import pytest
 
-from shared.cells import ROOT, find
+from shared.cells import ROOT, cell_texts, find
 
 pytestmark = pytest.mark.versions
 
@@ -184,12 +184,7 @@ def test_a_strange_answer_of_the_session_server_is_no_obstacle(run, sessions, pa
     assert run(stamped(), **sessions(path)).splitlines()[-1].startswith("someone/course main")
 
 
-def code(week):
-    cells = nbformat.read(find(week), as_version=4).cells
-    return "\n".join(cell.source for cell in cells if cell.cell_type == "code")
-
-
-CODE = [(f"week {week}", code(week)) for week in WEEKS]
+CODE = [(f"week {week}", "\n".join(cell_texts(find(week)))) for week in WEEKS]
 CODE += [(path.name, path.read_text(encoding="utf-8")) for path in sorted((ROOT / "shared").glob("*.py"))]
 
 
